@@ -1,0 +1,170 @@
+"""The boot module: prepares the interpreter before the snapshot, and answers the host afterwards.
+
+`shim.c` calls `warm_up` once, `begin_step` before each program, and `serve` for each message.
+"""
+
+import _sitebuiltins
+import asyncio
+import builtins
+import importlib
+import io
+import linecache
+import random
+import sys
+import weakref
+
+import _wardian_candidate
+import _wardian_guest
+import _wardian_loop
+import unit_tests
+
+# What programs import most. Importing before the snapshot makes it free afterwards.
+PRELOADED = """
+    abc argparse ast asyncio base64 binascii bisect builtins calendar cmath codecs collections collections.abc
+    colorsys configparser contextlib contextvars copy csv dataclasses datetime decimal difflib dis doctest enum errno
+    fnmatch fractions functools gc glob graphlib hashlib heapq hmac html inspect io ipaddress itertools json keyword
+    linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib sched
+    secrets shlex shutil signal statistics string struct subprocess sys tempfile textwrap threading time timeit token
+    tokenize traceback types typing unicodedata unittest unittest.mock urllib.parse uuid warnings weakref zoneinfo
+""".split()
+
+
+class _MainLoader:
+    """`__main__`'s loader: lets tracebacks, warnings and `inspect` show the program's source."""
+
+    def __init__(self):
+        self.source = b""
+
+    def get_source(self, name="__main__"):
+        return self.source.decode("utf-8", "replace")
+
+    def __repr__(self):
+        return "<main.py>"
+
+
+_main_loader = _MainLoader()
+
+# What linecache takes for "ask this function when a line is wanted".
+_LAZY_MAIN_LINES = (_main_loader.get_source,)
+
+
+class _Quitter(_sitebuiltins.Quitter):
+    """`exit` and `quit`. CPython's also close stdin, which a later step in the same instance may still want."""
+
+    def __call__(self, code=None):
+        raise SystemExit(code)
+
+
+def _add_site_builtins():
+    """Adds what `site` adds; it does not run here, as most of it is about directories."""
+    builtins.quit = _Quitter("quit", "Ctrl-D (i.e. EOF)")
+    builtins.exit = _Quitter("exit", "Ctrl-D (i.e. EOF)")
+    builtins.copyright = _sitebuiltins._Printer("copyright", sys.copyright)
+    builtins.credits = _sitebuiltins._Printer("credits", "Python is the work of a cast of thousands.")
+    builtins.license = _sitebuiltins._Printer("license", "Python Software Foundation License Version 2")
+    builtins.help = _sitebuiltins._Helper()
+
+
+def _reset_main():
+    """Gives `__main__` the globals that it has under `python main.py`."""
+    main_globals = sys.modules["__main__"].__dict__
+    main_globals.clear()
+    main_globals.update(
+        __name__="__main__",
+        __doc__=None,
+        __package__=None,
+        __loader__=_main_loader,
+        __spec__=None,
+        __annotations__={},
+        __builtins__=builtins,
+        __file__="main.py",
+        __cached__=None,
+    )
+
+
+# A program may replace the module's attribute.
+_seed_random = random.seed
+
+
+def begin_step(source, seed):
+    """Prepares for the program `source` (bytes). `seed` is an int for the random module, or None to leave it."""
+    if seed is not None:
+        _seed_random(seed)
+    # The end of an earlier step ran the exit handlers; weakref would believe that its own is still registered.
+    if weakref.finalize._registered_with_atexit:
+        weakref.finalize._registered_with_atexit = False
+        weakref.finalize._shutdown = False
+    _main_loader.source = source
+    if linecache.cache.get("main.py") is not _LAZY_MAIN_LINES:
+        linecache.cache["main.py"] = _LAZY_MAIN_LINES
+
+
+def serve(request):
+    """Answers one message (CODEC.md, section 3). Raises for a message that is none: the host sees a failure."""
+    message = _wardian_candidate.decode(request)
+    if message[0] == "grade":
+        return unit_tests.serve(message)
+    return _wardian_candidate.serve(message)
+
+
+# Programs run before the snapshot, so that the bytecode they use is specialized and their caches are filled.
+_WARM_UP_PROGRAMS = [
+    b"pass",
+    b"print(1 + 1)",
+    b"import sys\nprint(sys.stdin.__class__.__name__)\n",
+    b"def add(a, b):\n    return a + b\nassert add(1, 2) == 3\nprint([add(i, i) for i in range(50)][-1])\n",
+    b"x = [1, 2, 3]\nprint(x[10])\n",
+    b"def f(n):\n    return g(n)\ndef g(n):\n    raise ValueError('no')\nf(3)\n",
+    b"print(undefined_name)\n",
+    b"x = (\n",
+    b"import json, re, collections\n"
+    b"text = json.dumps({'a': [1, 2.5, None, True], 'b': 'text'})\n"
+    b"print(json.loads(text), re.findall(r'\\d+', 'a1b22'), collections.Counter('hello').most_common(1))\n",
+    b"class A:\n    def __init__(self):\n        self.x = 1\n"
+    b"    def f(self, *a, **k):\n        return sorted(a, key=lambda v: -v)\n"
+    b"print(f'{A().x} {A().f(1, 2)}', {k: v for k, v in zip('abc', range(3))})\n",
+    b"from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: int = 2\nprint(P(1))\n",
+    b"import random, math, itertools, functools, heapq\n"
+    b"print(random.randint(1, 6), math.sqrt(2), list(itertools.permutations('ab')))\n"
+    b"h = [3, 1, 2]\nheapq.heapify(h)\nprint(functools.reduce(lambda a, b: a + b, h))\n",
+    b"try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    print(repr(e))\n",
+    b"import asyncio\nasync def main():\n    await asyncio.sleep(0)\n    return 1\nprint(asyncio.run(main()))\n",
+    b"raise SystemExit\n",
+    b"raise SystemExit('message')\n",
+]
+
+
+class _Discard(io.TextIOBase):
+    """A stream that takes everything and keeps nothing."""
+
+    def write(self, text):
+        return len(text)
+
+
+def warm_up():
+    """Runs typical programs and messages, then puts everything they changed back."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    _add_site_builtins()
+
+    streams = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr = _Discard()
+    for _ in range(20):
+        for program in _WARM_UP_PROGRAMS:
+            _wardian_guest.run_step(program, 1)
+            _reset_main()
+        _wardian_candidate.warm_up()
+        unit_tests.warm_up(serve)
+    sys.stdout, sys.stderr = streams
+
+    _main_loader.source = b""
+    linecache.clearcache()
+    linecache.cache["main.py"] = _LAZY_MAIN_LINES
+    _wardian_candidate.reset()
+    _reset_main()
+    random.seed(0)
+
+
+asyncio.set_event_loop_policy(_wardian_loop.EventLoopPolicy())
+# Code that asks for a loop by class gets ours as well.
+asyncio.SelectorEventLoop = asyncio.EventLoop = _wardian_loop.EventLoop

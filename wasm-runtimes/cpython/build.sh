@@ -1,0 +1,260 @@
+#!/bin/bash
+# Builds python.wasm.zst, the CPython guest, from Debian's sources with Debian's compiler.
+#
+#   build.sh            build and replace python.wasm.zst, BUILDINFO and LICENSES/
+#   build.sh --check    build and compare with the committed python.wasm.zst; exit 1 when they differ
+#   build.sh --clean    as the first, from an empty work directory
+#
+# Needs Debian bookworm with gcc, make, zstd and apt; root is not needed, nothing is installed. The compiler and the
+# sources come as packages through a private apt directory, with signature checks on. WORK (default: build/ beside this
+# file) is where everything happens; a stage that has finished there is not repeated, so a change to shim.c costs seconds.
+set -euo pipefail
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+WORK=${WORK:-$HERE/build}
+JOBS=${JOBS:-$(nproc)}
+
+PYTHON=3.13.5
+PYTHON_TARBALL=python3.13_$PYTHON.orig.tar.xz
+PYTHON_SHA256=93e583f243454e6e9e4588ca2c2662206ad961659863277afcdb96801647d640
+WASI_LIBC_DEB='wasi-libc_0.0~git20241209.574b88d-2_all.deb'
+WASI_LIBC_SHA256=b7716260051d289248b7667f81fa2792c125d888ff51da3fa09c6272cc0bd11d
+LLVM=22
+LLVM_VERSION='1:22.1.8-1~deb12u1'
+
+# What the compiler and the binary utilities need at run time; the rest is in every Debian.
+TOOLCHAIN=(
+    "clang-$LLVM" "libclang-common-$LLVM-dev" "libclang-cpp$LLVM" "libclang1-$LLVM" "libllvm$LLVM" "llvm-$LLVM" "lld-$LLVM"
+    "libclang-rt-$LLVM-dev-wasm32"
+)
+
+# The date in `sys.version` and in every __DATE__: that of the 3.13.5 release.
+export SOURCE_DATE_EPOCH=1749600000
+export LC_ALL=C TZ=UTC PYTHONHASHSEED=0
+# Nothing in the user's environment may reach a compiler or an interpreter.
+unset CC CXX CPP CFLAGS CPPFLAGS CXXFLAGS LDFLAGS PYTHONPATH PYTHONHOME MAKEFLAGS
+
+say() { echo "== $*" >&2; }
+die() { echo "build.sh: $*" >&2; exit 1; }
+
+# once NAME: runs the function NAME unless it has already succeeded in this work directory.
+once() {
+    [[ -e $WORK/.done-$1 ]] && return
+    say "$1"
+    "$1"
+    touch "$WORK/.done-$1"
+}
+
+# Prints the address that the machine's own apt configuration gives for a release of Debian.
+archive_of() {
+    apt-get indextargets --format '$(RELEASE) $(REPO_URI)' 'Created-By: Packages' |
+        awk -v release="$1" '$1 == release { print $2; exit }'
+}
+
+# Makes $WORK/apt: bookworm and its security updates for the compiler, trixie for the sources.
+private_apt() {
+    local apt=$WORK/apt main security
+    main=$(archive_of bookworm)
+    security=$(archive_of bookworm-security)
+    [[ -n $main && -n $security ]] || die "no bookworm and bookworm-security archive in this machine's apt configuration"
+    mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$apt/parts"
+    local signed='[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]'
+    cat > "$apt/sources.list" <<EOF
+deb $signed $main bookworm main
+deb $signed $security bookworm-security main
+deb $signed $main trixie main
+deb-src $signed $main trixie main
+EOF
+    cat > "$apt/apt.conf" <<EOF
+Dir::Etc::SourceList "$apt/sources.list";
+Dir::Etc::SourceParts "$apt/parts";
+Dir::Etc::Preferences "/dev/null";
+Dir::Etc::PreferencesParts "$apt/parts";
+Dir::State::Lists "$apt/lists";
+Dir::Cache "$apt";
+Dir::Cache::Archives "$apt/archives";
+APT::Sandbox::User "";
+Acquire::Languages "none";
+Debug::NoLocking "true";
+EOF
+    APT_CONFIG=$apt/apt.conf apt-get -qq update
+}
+
+fetch() {
+    mkdir -p "$WORK/fetched"
+    cd "$WORK/fetched"
+    export APT_CONFIG=$WORK/apt/apt.conf
+    apt-get -qq source --download-only python3.13/trixie
+    apt-get -qq download wasi-libc/trixie
+    apt-get -qq download "${TOOLCHAIN[@]/%/=$LLVM_VERSION}"
+    sha256sum --check --quiet <<EOF
+$PYTHON_SHA256  $PYTHON_TARBALL
+$WASI_LIBC_SHA256  $WASI_LIBC_DEB
+EOF
+}
+
+unpack() {
+    cd "$WORK"
+    rm -rf "Python-$PYTHON" sysroot toolchain
+    tar xf "fetched/$PYTHON_TARBALL"
+    dpkg -x "fetched/$WASI_LIBC_DEB" sysroot
+    local deb
+    for deb in fetched/*.deb; do
+        [[ $deb == */wasi-libc_* ]] || dpkg -x "$deb" toolchain
+    done
+    local missing
+    missing=$(LD_LIBRARY_PATH=$(toolchain_libs) ldd toolchain/usr/lib/llvm-$LLVM/bin/{clang,lld,llvm-ar} |
+        awk '/not found/ { print $1 }' | sort -u | tr '\n' ' ')
+    [[ -z $missing ]] || die "the compiler needs these libraries from the machine: $missing"
+}
+
+toolchain_libs() {
+    echo "$WORK/toolchain/usr/lib/x86_64-linux-gnu:$WORK/toolchain/usr/lib/llvm-$LLVM/lib"
+}
+
+# The same Python for this machine: it runs the cross build's generators, and compiles the standard library, whose
+# bytecode only this very version reads.
+native_python() {
+    rm -rf "$WORK/native"
+    mkdir "$WORK/native"
+    cd "$WORK/native"
+    PKG_CONFIG=/bin/false CFLAGS="-O1 -g0" "../Python-$PYTHON/configure" -q --disable-test-modules --with-ensurepip=no \
+        > configure.log 2>&1
+    make -s -j"$JOBS" python pybuilddir.txt > make.log 2>&1
+    ./python -c "import marshal, sys; assert sys.version_info[:3] == tuple(map(int, '$PYTHON'.split('.')))"
+}
+
+# Sets the compiler for the guest. A relative sysroot would not survive CPython's sub-directories; the absolute one is
+# kept out of the objects by the prefix map.
+#
+# -fno-wrapv-pointer: CPython's -fno-strict-overflow makes clang >= 20 treat pointer arithmetic as wrapping, which stops
+#   it from folding field offsets into loads and stores (about 3 % of the interpreter's speed).
+# --no-wasm-opt: clang runs whatever `wasm-opt` is in PATH; the result must not depend on that.
+# PKG_CONFIG=/bin/false: keeps configure from finding this machine's zlib, uuid and readline.
+cross_env() {
+    export PATH=$WORK/toolchain/usr/lib/llvm-$LLVM/bin:$WORK/toolchain/usr/bin:$PATH
+    LD_LIBRARY_PATH=$(toolchain_libs)
+    export LD_LIBRARY_PATH
+    local target="--target=wasm32-wasip1 --sysroot=$WORK/sysroot/usr"
+    export CC="clang $target" CPP="clang -E $target" CXX="clang++ $target" AR=llvm-ar RANLIB=llvm-ranlib NM=llvm-nm
+    export CFLAGS="-O3 -g0 -fno-wrapv-pointer -ffile-prefix-map=$WORK=/build"
+    export LDFLAGS="--no-wasm-opt"
+    export PKG_CONFIG=/bin/false HOSTRUNNER=/bin/true
+    export CONFIG_SITE="$WORK/Python-$PYTHON/Tools/wasm/config.site-wasm32-wasi"
+}
+
+ARCHIVES=(
+    libpython3.13.a Modules/expat/libexpat.a Modules/_decimal/libmpdec/libmpdec.a Modules/_hacl/libHacl_Hash_SHA2.a
+)
+
+cross_python() (
+    cross_env
+    rm -rf "$WORK/cross"
+    mkdir "$WORK/cross"
+    cd "$WORK/cross"
+    "../Python-$PYTHON/configure" -q --host=wasm32-unknown-wasi --build=x86_64-linux-gnu \
+        --with-build-python="$WORK/native/python" --disable-test-modules --with-ensurepip=no --prefix=/ \
+        > configure.log 2>&1
+    make -s -j"$JOBS" "${ARCHIVES[@]}" pybuilddir.txt > make.log 2>&1
+)
+
+# The guest itself: seconds, so it is never skipped.
+link_guest() (
+    cross_env
+    mkdir -p "$WORK/guest"
+    cd "$WORK/guest"
+    local cross=$WORK/cross pybuilddir sysconfigdata
+    pybuilddir=$cross/$(cat "$cross/pybuilddir.txt")
+    sysconfigdata=_sysconfigdata__wasi_wasm32-wasi.py
+    # What sysconfig reports names this machine's directories; in the guest they would be neither true nor reproducible.
+    sed "s#$WORK#/build#g" "$pybuilddir/$sysconfigdata" > "$sysconfigdata"
+    # -E: as for the cross build, nothing of the user's environment. LD_LIBRARY_PATH is for the compiler alone.
+    env -u LD_LIBRARY_PATH "$WORK/native/python" -E -s "$HERE/pack_stdlib.py" "$WORK/Python-$PYTHON/Lib" "$sysconfigdata" \
+        "$HERE/stage0.py" .
+
+    local source
+    for source in shim codec stdlib snapshot; do
+        # shellcheck disable=SC2086  # both are lists of options
+        $CC $CFLAGS -std=c23 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden --embed-dir=. \
+            -I"$HERE" -I"$WORK/Python-$PYTHON/Include" -I"$cross" -c "$HERE/$source.c" -o "$source.o"
+    done
+    # 8 MiB of C stack, below the data: an overflow then runs into address 0 and traps instead of overwriting data.
+    # shellcheck disable=SC2086
+    $CC $CFLAGS $LDFLAGS -mexec-model=reactor -z stack-size=8388608 -Wl,--stack-first -Wl,--export=__stack_pointer \
+        -Wl,--initial-memory=33554432 -Wl,--strip-all shim.o codec.o stdlib.o snapshot.o "${ARCHIVES[@]/#/$cross/}" \
+        -ldl -lwasi-emulated-signal -lwasi-emulated-getpid -lwasi-emulated-process-clocks -lwasi-emulated-mman -lm \
+        -o python.wasm
+    zstd -q -19 -f python.wasm -o python.wasm.zst
+)
+
+sha256() { sha256sum "$1" | cut -d' ' -f1; }
+
+# Facts about the build, and nothing that differs between two builds of the same sources.
+write_buildinfo() {
+    local wasm=$WORK/guest/python.wasm
+    cat > "$HERE/BUILDINFO" <<EOF
+python              $PYTHON
+python source       $PYTHON_TARBALL sha256 $PYTHON_SHA256
+wasi-libc           $WASI_LIBC_DEB sha256 $WASI_LIBC_SHA256
+compiler            clang-$LLVM, lld-$LLVM, libclang-rt-$LLVM-dev-wasm32 $LLVM_VERSION
+target              wasm32-wasip1, static reactor
+cflags              -O3 -g0 -fno-wrapv-pointer (CPython adds its own)
+ldflags             --no-wasm-opt -z stack-size=8388608 --stack-first --initial-memory=33554432 --strip-all
+source date epoch   $SOURCE_DATE_EPOCH
+pymalloc            off (configure's default for WASI)
+python.wasm         $(stat -c %s "$wasm") bytes sha256 $(sha256 "$wasm")
+python.wasm.zst     $(stat -c %s "$wasm.zst") bytes sha256 $(sha256 "$wasm.zst")
+EOF
+}
+
+write_licenses() {
+    local python=$WORK/Python-$PYTHON out=$HERE/LICENSES
+    rm -rf "$out"
+    mkdir "$out"
+    cp "$python/LICENSE" "$out/CPython.txt"
+    cp "$python/Doc/license.rst" "$out/CPython-incorporated-software.rst"
+    cp "$python/Modules/expat/COPYING" "$out/expat.txt"
+    # libmpdec and HACL* carry their licences in their sources: the first comment of a file that has it.
+    first_comment "$python/Modules/_decimal/libmpdec/mpdecimal.c" > "$out/libmpdec.txt"
+    first_comment "$python/Modules/_hacl/Hacl_Hash_SHA2.c" > "$out/HACL-star.txt"
+    cp "$WORK/sysroot/usr/share/doc/wasi-libc/copyright" "$out/wasi-libc.txt"
+    cp "$WORK/toolchain/usr/share/doc/libclang-rt-$LLVM-dev-wasm32/copyright" "$out/compiler-rt.txt"
+}
+
+first_comment() { sed -n '/\/\*/,/\*\// { p; /\*\//q }' "$1"; }
+
+main() {
+    local mode=${1:-build}
+    case $mode in
+        build | --check) ;;
+        # By name: WORK may be a directory that holds other things.
+        --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native,cross,guest} ;;
+        *) die "usage: build.sh [--check | --clean]" ;;
+    esac
+
+    mkdir -p "$WORK"
+    WORK=$(cd "$WORK" && pwd)
+    once private_apt
+    once fetch
+    once unpack
+    once native_python
+    once cross_python
+    say link_guest
+    link_guest
+
+    if [[ $mode == --check ]]; then
+        local built committed
+        built=$(sha256 "$WORK/guest/python.wasm")
+        committed=$(zstd -qdc "$HERE/python.wasm.zst" | sha256sum | cut -d' ' -f1)
+        [[ $built == "$committed" ]] || die "python.wasm differs: built $built, committed $committed"
+        grep -q "sha256 $built\$" "$HERE/BUILDINFO" || die "BUILDINFO does not name $built"
+        say "python.wasm is the committed one: $built"
+    else
+        install -m 644 "$WORK/guest/python.wasm.zst" "$HERE/python.wasm.zst"
+        write_buildinfo
+        write_licenses
+        say "wrote python.wasm.zst, BUILDINFO and LICENSES/"
+    fi
+}
+
+main "$@"
