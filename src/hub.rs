@@ -1,0 +1,467 @@
+//! The only caller of `hf-hub`: repository and revision to a local path.
+//!
+//! Files land in the cache that the Python tools use. The environment is theirs as well:
+//! `HF_HOME` or `HF_HUB_CACHE` (where the cache is), `HF_HUB_OFFLINE` (cache only), `HF_TOKEN`
+//! (else the token file of `hf auth login`), `HF_ENDPOINT`.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
+use hf_hub::{Cache, Repo, RepoType};
+
+/// Failed downloads are tried again this often.
+const RETRIES: usize = 3;
+
+/// Something that could not be had from the hub.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HubError {
+    /// The text names no repository.
+    #[error("`{text}` is not a repository name; expected `owner/name` or `owner/name@revision`")]
+    InvalidRepository {
+        /// What was given.
+        text: String,
+    },
+    /// A file name reaches outside the repository.
+    #[error("`{file}` is not a file inside a repository")]
+    InvalidFile {
+        /// What was given.
+        file: String,
+    },
+    /// The file is not in the cache, and the network is off limits.
+    #[error(
+        "`{file}` of `{repository}` is not in the cache `{cache}` and `HF_HUB_OFFLINE` is set; \
+         unset it or download the file first"
+    )]
+    Offline {
+        /// The repository.
+        repository: HubRepo,
+        /// The file.
+        file: String,
+        /// The cache that was searched.
+        cache: PathBuf,
+    },
+    /// The hub could not be reached or said no.
+    #[error(
+        "failed to fetch `{file}` of `{repository}`; check the name, the network and, for gated \
+         repositories, `HF_TOKEN`"
+    )]
+    Fetch {
+        /// The repository.
+        repository: HubRepo,
+        /// The file, or what else was asked for.
+        file: String,
+        /// The client's reason.
+        #[source]
+        source: Box<ApiError>,
+    },
+    /// The repository has no such file.
+    #[error("`{repository}` has no file `{file}`")]
+    NoSuchFile {
+        /// The repository.
+        repository: HubRepo,
+        /// The file.
+        file: String,
+    },
+}
+
+/// A repository at a revision: `owner/name` or `owner/name@revision`.
+///
+/// ```
+/// use wardian::hub::HubRepo;
+///
+/// let repository: HubRepo = "Qwen/Qwen3-0.6B@main".parse()?;
+/// assert_eq!(repository.name, "Qwen/Qwen3-0.6B");
+/// assert!("../etc/passwd".parse::<HubRepo>().is_err());
+/// # Ok::<(), wardian::hub::HubError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct HubRepo {
+    /// `owner/name`.
+    pub name: String,
+    /// Branch, tag or commit. Default: `main`.
+    pub revision: String,
+}
+
+impl FromStr for HubRepo {
+    type Err = HubError;
+
+    fn from_str(text: &str) -> Result<Self, HubError> {
+        let (name, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let is_part = |part: &str| {
+            let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+            (1..=96).contains(&part.len()) && part.chars().all(allowed) && !part.starts_with('.')
+        };
+        let is_name = name
+            .split_once('/')
+            .is_some_and(|(a, b)| is_part(a) && is_part(b));
+        if !is_name || !revision.split('/').all(is_part) {
+            return Err(HubError::InvalidRepository {
+                text: text.to_owned(),
+            });
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            revision: revision.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for HubRepo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        if self.revision != "main" {
+            write!(f, "@{}", self.revision)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a repository holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HubRepoKind {
+    /// Weights and tokenizers.
+    Model,
+    /// Data sets.
+    Dataset,
+}
+
+/// A cache of the hub's files, with or without the hub behind it.
+#[derive(Clone)]
+pub struct Hub {
+    cache: Cache,
+    token: Option<String>,
+    offline: bool,
+}
+
+impl fmt::Debug for Hub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hub")
+            .field("cache", self.cache.path())
+            .field("has_token", &self.token.is_some())
+            .field("offline", &self.offline)
+            .finish()
+    }
+}
+
+impl Hub {
+    /// Returns the hub that the environment describes.
+    pub fn from_env() -> Self {
+        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let cache = match set("HF_HUB_CACHE") {
+            Some(path) => Cache::new(path.into()),
+            None => Cache::from_env(),
+        };
+        let is_true = |value: String| {
+            matches!(
+                value.to_ascii_lowercase().as_str(),
+                "1" | "true" | "yes" | "on"
+            )
+        };
+        Self {
+            token: set("HF_TOKEN").or_else(|| cache.token()),
+            offline: set("HF_HUB_OFFLINE").is_some_and(is_true),
+            cache,
+        }
+    }
+
+    /// Returns a hub that only reads the cache in `folder`.
+    pub fn offline(folder: impl Into<PathBuf>) -> Self {
+        Self {
+            cache: Cache::new(folder.into()),
+            token: None,
+            offline: true,
+        }
+    }
+
+    /// Returns the local path of a file, downloading it if it is not in the cache.
+    ///
+    /// Blocks on the network: minutes for weights.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the file is neither in the cache nor to be had.
+    pub fn file(
+        &self,
+        repository: &HubRepo,
+        kind: HubRepoKind,
+        file: &str,
+    ) -> Result<PathBuf, HubError> {
+        check_file(file)?;
+        if let Some(path) = self.cached(repository, kind, file) {
+            return Ok(path);
+        }
+        if self.offline {
+            return Err(HubError::Offline {
+                repository: repository.clone(),
+                file: file.to_owned(),
+                cache: self.cache.path().clone(),
+            });
+        }
+        tracing::info!(repository = %repository, file, "downloading from the hub");
+        let fetched = self.api(repository, kind).and_then(|api| api.get(file));
+        fetched.map_err(|source| fetch_error(repository, file, source))
+    }
+
+    /// Returns the names of a repository's files: the hub's list, or offline what the cache holds
+    /// at the top level.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the hub cannot be reached, or offline if the cache knows nothing of the revision.
+    pub fn files(&self, repository: &HubRepo, kind: HubRepoKind) -> Result<Vec<String>, HubError> {
+        if !self.offline {
+            let info = self.api(repository, kind).and_then(|api| api.info());
+            let info = info.map_err(|source| fetch_error(repository, "(list of files)", source))?;
+            return Ok(info
+                .siblings
+                .into_iter()
+                .map(|sibling| sibling.rfilename)
+                .collect());
+        }
+        let repo = self.cache.repo(to_repo(repository, kind));
+        let missing = || HubError::Offline {
+            repository: repository.clone(),
+            file: "(list of files)".to_owned(),
+            cache: self.cache.path().clone(),
+        };
+        let folder = self
+            .cache
+            .path()
+            .join(to_repo(repository, kind).folder_name());
+        let reference = folder.join("refs").join(&repository.revision);
+        let commit = fs_err::read_to_string(reference).map_err(|_| missing())?;
+        let snapshot = repo.pointer_path(commit.trim());
+        let mut names = Vec::new();
+        let mut folders = vec![String::new()];
+        while let Some(folder) = folders.pop() {
+            let entries = fs_err::read_dir(snapshot.join(&folder)).map_err(|_| missing())?;
+            for entry in entries.flatten() {
+                let Ok(name) = entry.file_name().into_string() else {
+                    continue;
+                };
+                let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+                let path = format!("{folder}{name}");
+                if is_folder {
+                    folders.push(format!("{path}/"));
+                } else {
+                    names.push(path);
+                }
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Brings a model's configuration, tokenizer and safetensors weights, and returns the folder
+    /// that holds them.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the repository lacks `config.json` or weights, or if a download fails.
+    pub fn model_folder(&self, repository: &HubRepo) -> Result<PathBuf, HubError> {
+        const KIND: HubRepoKind = HubRepoKind::Model;
+        let names = self.files(repository, KIND)?;
+        let has = |file: &str| names.iter().any(|name| name == file);
+        let mut config = self.file(repository, KIND, "config.json")?;
+        for optional in [
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        ] {
+            if has(optional) {
+                self.file(repository, KIND, optional)?;
+            }
+        }
+        const INDEX: &str = "model.safetensors.index.json";
+        if has(INDEX) {
+            self.file(repository, KIND, INDEX)?;
+            let is_shard =
+                |name: &&String| name.starts_with("model-") && name.ends_with(".safetensors");
+            for shard in names.iter().filter(is_shard) {
+                self.file(repository, KIND, shard)?;
+            }
+        } else if has("model.safetensors") {
+            self.file(repository, KIND, "model.safetensors")?;
+        } else {
+            return Err(HubError::NoSuchFile {
+                repository: repository.clone(),
+                file: "model.safetensors".to_owned(),
+            });
+        }
+        // A file lies in a folder, so `pop` always finds one.
+        config.pop();
+        Ok(config)
+    }
+
+    /// Downloads the task files of a dataset (JSON, JSON Lines, parquet) that are not in the cache
+    /// yet, and returns the folder that holds them.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the repository holds no such file, or if a download fails.
+    pub fn dataset_folder(&self, repository: &HubRepo) -> Result<PathBuf, HubError> {
+        const KIND: HubRepoKind = HubRepoKind::Dataset;
+        let is_data = |name: &&String| {
+            [".json", ".jsonl", ".parquet"]
+                .iter()
+                .any(|ending| name.ends_with(ending))
+        };
+        let names = self.files(repository, KIND)?;
+        let mut folder = None;
+        for name in names.iter().filter(is_data) {
+            let path = self.file(repository, KIND, name)?;
+            let depth = name.split('/').count();
+            folder = path
+                .ancestors()
+                .nth(depth)
+                .map(std::path::Path::to_path_buf);
+        }
+        folder.ok_or_else(|| HubError::NoSuchFile {
+            repository: repository.clone(),
+            file: "*.parquet".to_owned(),
+        })
+    }
+
+    fn cached(&self, repository: &HubRepo, kind: HubRepoKind, file: &str) -> Option<PathBuf> {
+        self.cache.repo(to_repo(repository, kind)).get(file)
+    }
+
+    fn api(&self, repository: &HubRepo, kind: HubRepoKind) -> Result<ApiRepo, ApiError> {
+        let mut builder = ApiBuilder::from_env()
+            .with_cache_dir(self.cache.path().clone())
+            .with_token(self.token.clone())
+            .with_retries(RETRIES)
+            // Progress goes to the log; the bar would write to the terminal.
+            .with_progress(false);
+        builder = builder.with_user_agent("wardian", env!("CARGO_PKG_VERSION"));
+        Ok(builder.build()?.repo(to_repo(repository, kind)))
+    }
+}
+
+fn to_repo(repository: &HubRepo, kind: HubRepoKind) -> Repo {
+    let kind = match kind {
+        HubRepoKind::Model => RepoType::Model,
+        HubRepoKind::Dataset => RepoType::Dataset,
+    };
+    Repo::with_revision(repository.name.clone(), kind, repository.revision.clone())
+}
+
+fn check_file(file: &str) -> Result<(), HubError> {
+    let is_plain = |part: &str| !part.is_empty() && part != "." && part != "..";
+    if !file.split('/').all(is_plain) || file.contains('\\') {
+        return Err(HubError::InvalidFile {
+            file: file.to_owned(),
+        });
+    }
+    Ok(())
+}
+
+fn fetch_error(repository: &HubRepo, file: &str, source: ApiError) -> HubError {
+    HubError::Fetch {
+        repository: repository.clone(),
+        file: file.to_owned(),
+        source: Box::new(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// Lays a cache out as the Python tools do.
+    fn cache_with(files: &[&str]) -> tempfile::TempDir {
+        let cache = tempfile::tempdir().unwrap();
+        let repository = cache.path().join("models--owner--toy");
+        fs_err::create_dir_all(repository.join("refs")).unwrap();
+        fs_err::create_dir_all(repository.join("snapshots/abc")).unwrap();
+        fs_err::write(repository.join("refs/main"), "abc").unwrap();
+        for file in files {
+            fs_err::write(repository.join("snapshots/abc").join(file), "{}").unwrap();
+        }
+        cache
+    }
+
+    #[test]
+    fn a_cached_dataset_is_found_in_its_subfolders() {
+        let cache = tempfile::tempdir().unwrap();
+        let repository = cache.path().join("datasets--owner--tasks");
+        fs_err::create_dir_all(repository.join("refs")).unwrap();
+        fs_err::create_dir_all(repository.join("snapshots/abc/sanitized")).unwrap();
+        fs_err::write(repository.join("refs/main"), "abc").unwrap();
+        let file = "sanitized/train-00000-of-00001.parquet";
+        fs_err::write(repository.join("snapshots/abc").join(file), "x").unwrap();
+        let hub = Hub::offline(cache.path());
+        let folder = hub.dataset_folder(&"owner/tasks".parse().unwrap()).unwrap();
+        assert!(folder.join(file).is_file(), "{}", folder.display());
+    }
+
+    #[test]
+    fn cached_files_are_found_without_the_network() {
+        let cache = cache_with(&["config.json", "model.safetensors", "tokenizer.json"]);
+        let hub = Hub::offline(cache.path());
+        let repository = "owner/toy".parse().unwrap();
+        let folder = hub.model_folder(&repository).unwrap();
+        assert!(folder.join("model.safetensors").exists());
+        let error = hub
+            .file(&repository, HubRepoKind::Model, "other.json")
+            .unwrap_err();
+        assert!(matches!(error, HubError::Offline { .. }), "{error}");
+        let error = hub
+            .files(&"owner/none".parse().unwrap(), HubRepoKind::Model)
+            .unwrap_err();
+        assert!(error.to_string().contains("HF_HUB_OFFLINE"), "{error}");
+    }
+
+    #[test]
+    fn a_repository_without_weights_is_refused() {
+        let cache = cache_with(&["config.json"]);
+        let error = Hub::offline(cache.path())
+            .model_folder(&"owner/toy".parse().unwrap())
+            .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "`owner/toy` has no file `model.safetensors`"
+        );
+    }
+
+    #[rstest]
+    #[case("name")]
+    #[case("a/b/c")]
+    #[case("../b")]
+    #[case("a/..")]
+    #[case("a/b@")]
+    #[case("a/b@../x")]
+    #[case("/b")]
+    #[case("a b/c")]
+    fn names_that_reach_elsewhere_are_refused(#[case] text: &str) {
+        assert!(matches!(
+            text.parse::<HubRepo>(),
+            Err(HubError::InvalidRepository { .. })
+        ));
+    }
+
+    #[test]
+    fn files_outside_the_repository_are_refused() {
+        let hub = Hub::offline("/nonexistent");
+        for file in ["../x", "a//b", "/etc/passwd", "a\\b", ""] {
+            let error = hub.file(&"a/b".parse().unwrap(), HubRepoKind::Dataset, file);
+            assert!(matches!(error, Err(HubError::InvalidFile { .. })), "{file}");
+        }
+    }
+
+    #[test]
+    fn the_token_is_not_printed() {
+        let hub = Hub {
+            cache: Cache::new("/tmp".into()),
+            token: Some("hf_secret".to_owned()),
+            offline: false,
+        };
+        assert!(!format!("{hub:?}").contains("hf_secret"));
+    }
+}

@@ -1,0 +1,7 @@
+//! Wardian: a WebAssembly-sandboxed gym with an embedded trainer.
+//!
+//! A run flows in one direction: [`task`] → [`rollout`] → [`sandbox`] and [`engine`] → [`grader`]
+//! → [`trainer`] → run folder.
+
+pub mod chat;
+pub mod hub;

@@ -1,0 +1,4 @@
+//! Integration tests: one binary.
+
+mod chat;
+mod layering;
