@@ -4,4 +4,7 @@
 //! → [`trainer`] → run folder.
 
 pub mod chat;
+pub mod grader;
 pub mod hub;
+pub mod sandbox;
+pub mod task;

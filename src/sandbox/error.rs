@@ -1,0 +1,141 @@
+//! Faults of the sandbox itself, never of the guest's program.
+
+use std::path::PathBuf;
+
+use super::outcome::Exit;
+
+/// An error below the sandbox, whose type the caller has no use for.
+pub(super) type Source = Box<dyn std::error::Error + Send + Sync>;
+
+/// A fault of ours: the guest program could not be run as it should.
+///
+/// How a program *ends* is never an error; see [`Exit`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SandboxError {
+    // === Preparing the guest ===
+    /// The embedded or given guest cannot be unpacked.
+    #[error("the guest module cannot be decompressed")]
+    Decompress {
+        /// What the decompressor said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The guest has a property that would make its snapshot incomplete.
+    #[error("the guest module cannot be snapshotted: {reason}")]
+    UnsoundGuest {
+        /// The property.
+        reason: String,
+    },
+    /// The guest wants something from the host that is not granted to anyone.
+    #[error("the guest module imports `{module}::{name}`, which the sandbox does not provide")]
+    UnknownImport {
+        /// The import's module.
+        module: String,
+        /// The import's name.
+        name: String,
+    },
+    /// The guest lacks a part of the interface in `wasm-runtimes/README.md`.
+    #[error("the guest module does not export `{name}` with the expected type")]
+    MissingExport {
+        /// The export.
+        name: &'static str,
+    },
+    /// wasmtime refused the engine's settings or the module.
+    #[error("{activity} failed")]
+    Engine {
+        /// What was being done.
+        activity: &'static str,
+        /// wasmtime's error.
+        #[source]
+        source: Source,
+    },
+    /// The guest's start-up code failed.
+    #[error("starting the guest for its snapshot failed; it printed: {output}")]
+    Snapshot {
+        /// The end of what it printed.
+        output: String,
+        /// The trap or exit.
+        #[source]
+        source: Source,
+    },
+    /// The folder with the compiled guest cannot be used.
+    #[error(
+        "the sandbox cache `{}` cannot be used; make it writable or name another folder in \
+         `WARDIAN_CACHE`",
+        path.display()
+    )]
+    Cache {
+        /// The folder.
+        path: PathBuf,
+        /// What the file system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A cached file is open to other users' changes, so it is not safe to load as machine code.
+    #[error(
+        "`{}` must belong to you and be writable by you only; delete it and try again",
+        path.display()
+    )]
+    UntrustedCache {
+        /// The file.
+        path: PathBuf,
+    },
+
+    // === Running it ===
+    /// A limit cannot be enforced as given.
+    #[error("limit `{name}` is not usable: {reason}")]
+    InvalidLimit {
+        /// The limit's field.
+        name: &'static str,
+        /// The accepted range and the value.
+        reason: String,
+    },
+    /// The interpreter alone needs more memory than it may have.
+    #[error("memory limit of {limit} bytes is below the interpreter's own {minimum} bytes")]
+    MemoryLimitTooSmall {
+        /// The limit given.
+        limit: u64,
+        /// The smallest that works.
+        minimum: u64,
+    },
+    /// Every instance slot is taken.
+    #[error(
+        "all {limit} sandbox instances are in use; close sessions or raise \
+         `RuntimeOptions::max_instances`"
+    )]
+    PoolExhausted {
+        /// The number of slots.
+        limit: u32,
+    },
+    /// A program or message is larger than one call may carry.
+    #[error("request of {size} bytes exceeds {limit} bytes")]
+    RequestTooLarge {
+        /// Its size.
+        size: usize,
+        /// The most that is accepted.
+        limit: usize,
+    },
+    /// The session's interpreter has ended and cannot run another step.
+    #[error("the session has ended: its interpreter {exit}; open a new one")]
+    SessionEnded {
+        /// How it ended.
+        exit: Exit,
+    },
+}
+
+impl SandboxError {
+    /// Returns whether the same call may succeed later, when other instances have closed.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::PoolExhausted { .. })
+    }
+
+    /// Wraps a wasmtime error with what was being done.
+    pub(super) fn engine(activity: &'static str) -> impl FnOnce(wasmtime::Error) -> Self {
+        move |error| Self::Engine {
+            activity,
+            source: error.into(),
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The guest module and what its start-up code reads.
+
+use std::borrow::Cow;
+use std::io::Read as _;
+
+use serde_json::{Map, Value, json};
+
+use super::error::SandboxError;
+
+/// CPython for WASI with its standard library inside; `wasm-runtimes/cpython/BUILDINFO` says from
+/// what.
+const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
+
+/// Python modules that the interpreter is started with, by file stem.
+const PYTHON_MODULES: [(&str, &str); 5] = [
+    (
+        "_wardian",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian.py"),
+    ),
+    (
+        "_wardian_candidate",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_candidate.py"),
+    ),
+    (
+        "_wardian_loop",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_loop.py"),
+    ),
+    (
+        "_wardian_values",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_values.py"),
+    ),
+    ("unit_tests", include_str!("../../graders/unit_tests.py")),
+];
+
+/// The most bytes of an uncompressed guest module.
+const MAX_MODULE: u64 = 256 << 20;
+/// The first bytes of a zstd frame.
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+
+/// A guest module and the input of its start-up code.
+#[derive(Debug, Clone)]
+pub struct Guest {
+    module: Cow<'static, [u8]>,
+    stdin: Vec<u8>,
+}
+
+impl Guest {
+    /// Returns the embedded CPython.
+    #[must_use]
+    pub fn python() -> Self {
+        let modules: Map<String, Value> = PYTHON_MODULES
+            .iter()
+            .map(|(name, source)| ((*name).to_owned(), json!(source)))
+            .collect();
+        Self {
+            module: Cow::Borrowed(PYTHON),
+            stdin: json!({ "modules": modules }).to_string().into_bytes(),
+        }
+    }
+
+    /// Makes a guest from a module (Wasm or zstd-compressed Wasm) with the interface of
+    /// `wasm-runtimes/README.md`, and what its `init` reads from standard input.
+    #[must_use]
+    pub fn new(module: Vec<u8>, stdin: Vec<u8>) -> Self {
+        Self {
+            module: Cow::Owned(module),
+            stdin,
+        }
+    }
+
+    /// Returns the module as it was given, perhaps compressed.
+    pub(super) fn module(&self) -> &[u8] {
+        &self.module
+    }
+
+    pub(super) fn stdin(&self) -> &[u8] {
+        &self.stdin
+    }
+
+    /// Returns the uncompressed module.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`SandboxError::Decompress`] if the bytes are damaged or too large.
+    pub(super) fn wasm(&self) -> Result<Cow<'_, [u8]>, SandboxError> {
+        if !self.module.starts_with(&ZSTD_MAGIC) {
+            return Ok(Cow::Borrowed(&self.module));
+        }
+        let decompress = |source| SandboxError::Decompress { source };
+        let mut wasm = Vec::new();
+        let decoder = zstd::Decoder::with_buffer(self.module.as_ref()).map_err(decompress)?;
+        decoder
+            .take(MAX_MODULE + 1)
+            .read_to_end(&mut wasm)
+            .map_err(decompress)?;
+        if wasm.len() as u64 > MAX_MODULE {
+            let limit = format!("more than {MAX_MODULE} bytes");
+            return Err(decompress(std::io::Error::other(limit)));
+        }
+        Ok(Cow::Owned(wasm))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compressed_modules_are_unpacked() {
+        let packed = zstd::encode_all(&b"\0asm"[..], 1).unwrap();
+        assert_eq!(*Guest::new(packed, Vec::new()).wasm().unwrap(), *b"\0asm");
+        assert_eq!(
+            *Guest::new(b"\0asm".to_vec(), Vec::new()).wasm().unwrap(),
+            *b"\0asm"
+        );
+    }
+
+    #[test]
+    fn a_truncated_module_is_an_error() {
+        let mut packed = zstd::encode_all(&[7_u8; 1000][..], 1).unwrap();
+        packed.truncate(packed.len() - 3);
+        let error = Guest::new(packed, Vec::new())
+            .wasm()
+            .expect_err("truncated");
+        assert!(matches!(error, SandboxError::Decompress { .. }));
+    }
+
+    #[test]
+    fn every_boot_module_is_embedded() {
+        let input: Value = serde_json::from_slice(Guest::python().stdin()).unwrap();
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut expected = Vec::new();
+        for folder in ["wasm-runtimes/cpython/boot", "graders"] {
+            for entry in fs_err::read_dir(root.join(folder)).unwrap() {
+                let path = entry.unwrap().path();
+                if path.extension().is_some_and(|extension| extension == "py") {
+                    expected.push(path.file_stem().unwrap().to_str().unwrap().to_owned());
+                }
+            }
+        }
+        let mut embedded: Vec<_> = input["modules"]
+            .as_object()
+            .unwrap()
+            .keys()
+            .cloned()
+            .collect();
+        expected.sort();
+        embedded.sort();
+        assert_eq!(embedded, expected);
+    }
+}

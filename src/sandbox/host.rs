@@ -1,0 +1,177 @@
+//! The host side of one guest: everything a store knows beyond its memory.
+
+use bytesize::ByteSize;
+use rand::{Rng as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+
+use super::instance::Instance;
+use super::limits::{Limits, MemoryLimiter};
+
+/// 2026-01-01T00:00:00Z: where every guest's clock starts.
+const CLOCK_START_NS: u64 = 1_767_225_600_000_000_000;
+/// What one reading of the clock takes, so that two readings differ.
+const CLOCK_STEP_NS: u64 = 1_000;
+
+/// The data of a guest's store.
+///
+/// A guest's clock and randomness are functions of its seed and of its own calls, so a program
+/// does the same in every run, and a snapshot is the same bit for bit.
+#[derive(Debug)]
+pub(super) struct Host {
+    pub(super) stdin: Input,
+    pub(super) stdout: Capture,
+    pub(super) stderr: Capture,
+    pub(super) memory: MemoryLimiter,
+    pub(super) clock: Clock,
+    /// The instance that this guest may call through `bridge.call`, if any.
+    pub(super) peer: Option<Box<Instance>>,
+    /// The peer's last reply, until the guest takes it.
+    pub(super) reply: Vec<u8>,
+    random: ChaCha8Rng,
+}
+
+impl Host {
+    pub(super) fn new(limits: &Limits) -> Self {
+        Self {
+            stdin: Input::default(),
+            stdout: Capture::new(limits.stdout),
+            stderr: Capture::new(limits.stderr),
+            memory: MemoryLimiter::new(limits.memory),
+            clock: Clock::default(),
+            peer: None,
+            reply: Vec::new(),
+            random: ChaCha8Rng::seed_from_u64(0),
+        }
+    }
+
+    pub(super) fn seed(&mut self, seed: u64) {
+        self.random = ChaCha8Rng::seed_from_u64(seed);
+    }
+
+    pub(super) fn fill_random(&mut self, bytes: &mut [u8]) {
+        self.random.fill_bytes(bytes);
+    }
+}
+
+/// Standard input: bytes, and how many of them were read.
+#[derive(Debug, Default)]
+pub(super) struct Input {
+    bytes: Vec<u8>,
+    position: usize,
+}
+
+impl Input {
+    pub(super) fn new(bytes: Vec<u8>) -> Self {
+        Self { bytes, position: 0 }
+    }
+
+    /// Copies the next bytes into `buffer` and returns their number; 0 is the end.
+    pub(super) fn read(&mut self, buffer: &mut [u8]) -> usize {
+        let rest = self.bytes.get(self.position..).unwrap_or_default();
+        let count = rest.len().min(buffer.len());
+        buffer[..count].copy_from_slice(&rest[..count]);
+        self.position += count;
+        count
+    }
+}
+
+/// An output stream that keeps its first bytes and drops the rest.
+#[derive(Debug)]
+pub(super) struct Capture {
+    bytes: Vec<u8>,
+    limit: usize,
+    truncated: bool,
+}
+
+impl Capture {
+    fn new(limit: ByteSize) -> Self {
+        Self {
+            bytes: Vec::new(),
+            limit: usize::try_from(limit.0).unwrap_or(usize::MAX),
+            truncated: false,
+        }
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) {
+        let kept = bytes.len().min(self.limit - self.bytes.len());
+        self.truncated |= kept < bytes.len();
+        self.bytes.extend_from_slice(&bytes[..kept]);
+    }
+
+    /// Returns what was written and whether something was dropped, and starts anew.
+    pub(super) fn take(&mut self) -> (Vec<u8>, bool) {
+        (
+            std::mem::take(&mut self.bytes),
+            std::mem::take(&mut self.truncated),
+        )
+    }
+}
+
+/// A clock that moves only when it is read or slept on.
+#[derive(Debug, Default)]
+pub(super) struct Clock {
+    elapsed_ns: u64,
+}
+
+impl Clock {
+    /// Reads the wall clock (nanoseconds since 1970) or, otherwise, a clock that starts at 0.
+    pub(super) fn read(&mut self, is_realtime: bool) -> u64 {
+        self.elapsed_ns = self.elapsed_ns.saturating_add(CLOCK_STEP_NS);
+        self.now(is_realtime)
+    }
+
+    pub(super) fn now(&self, is_realtime: bool) -> u64 {
+        let start = if is_realtime { CLOCK_START_NS } else { 0 };
+        self.elapsed_ns.saturating_add(start)
+    }
+
+    /// Sleeps, in no time.
+    pub(super) fn advance(&mut self, nanoseconds: u64) {
+        self.elapsed_ns = self.elapsed_ns.saturating_add(nanoseconds);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capture_keeps_its_first_bytes() {
+        let mut capture = Capture::new(ByteSize(5));
+        capture.write(b"abc");
+        capture.write(b"defg");
+        assert_eq!(capture.take(), (b"abcde".to_vec(), true));
+        capture.write(b"next");
+        assert_eq!(capture.take(), (b"next".to_vec(), false));
+    }
+
+    #[test]
+    fn input_ends() {
+        let mut input = Input::new(b"abc".to_vec());
+        let mut buffer = [0; 2];
+        assert_eq!(input.read(&mut buffer), 2);
+        assert_eq!(input.read(&mut buffer), 1);
+        assert_eq!(input.read(&mut buffer), 0);
+    }
+
+    #[test]
+    fn equal_seeds_give_equal_bytes() {
+        let draw = |seed| {
+            let mut host = Host::new(&Limits::default());
+            host.seed(seed);
+            let mut bytes = [0; 16];
+            host.fill_random(&mut bytes);
+            bytes
+        };
+        assert_eq!(draw(7), draw(7));
+        assert_ne!(draw(7), draw(8));
+    }
+
+    #[test]
+    fn the_clock_moves_by_sleep_and_reading_only() {
+        let mut clock = Clock::default();
+        let start = clock.read(true);
+        clock.advance(5_000_000_000);
+        assert_eq!(clock.read(true) - start, 5_000_000_000 + CLOCK_STEP_NS);
+    }
+}

@@ -1,0 +1,57 @@
+//! Untrusted guests under wasmtime.
+//!
+//! A [`WasmRuntime`] is one compiled CPython; [`exec`](WasmRuntime::exec) runs a program in a
+//! fresh copy of it, [`session`](WasmRuntime::session) keeps a copy alive over many steps. What a
+//! guest may use is in [`Limits`]; how it ended is a value, [`Exit`], inside [`ExecOutcome`]. A
+//! [`SandboxError`] is always a fault of ours.
+//!
+//! **What a guest has**: its own linear memory, three standard streams, a virtual clock, seeded
+//! randomness. No files, no sockets, no environment, no threads, no processes: the functions for
+//! them do not exist or answer with an errno. Nothing it does reaches another instance.
+//!
+//! **How a fresh interpreter is cheap**: the interpreter is started once, at preparation, with
+//! its standard library loaded, and its memory is frozen into the module. An instance maps that
+//! image copy-on-write and pays only for the pages it writes.
+//!
+//! **Determinism**: with the same seed a program sees the same clock, random bytes and hashes,
+//! and uses the same fuel, in every process and on every machine. Only the wall-clock deadline
+//! depends on load.
+//!
+//! Output and exit code are the program's to choose. A verdict about a program must come from
+//! [`grader`](crate::grader), which asks it from a second instance.
+
+mod bridge;
+mod cache;
+mod error;
+mod guest;
+mod host;
+mod instance;
+mod limits;
+mod microseconds;
+mod outcome;
+mod runtime;
+pub(crate) mod seconds;
+mod session;
+mod snapshot;
+mod wasi;
+
+pub use cache::CacheFolder;
+pub use error::SandboxError;
+pub use guest::Guest;
+pub use limits::Limits;
+pub use outcome::{ExecOutcome, ExecRequest, Exit, Usage};
+pub use runtime::{Progress, RuntimeOptions, WasmRuntime};
+pub use session::Session;
+
+pub(crate) use instance::{Instance, MAX_MESSAGE, Served};
+
+/// A place to run untrusted programs, shared by threads as `Arc<dyn Sandbox>`.
+pub trait Sandbox: std::fmt::Debug + Send + Sync {
+    /// Runs a program in a fresh interpreter.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error only if the sandbox is at fault; however the program ends is in the
+    /// outcome.
+    fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError>;
+}

@@ -1,0 +1,193 @@
+//! Starts a guest once and freezes it: module in, pre-initialised module out.
+//!
+//! The guest's start-up code runs on the same host functions as later programs, with the clock
+//! and randomness of seed 0, so the same inputs give the same snapshot bit for bit.
+//!
+//! What is frozen is linear memory and `__stack_pointer`. [`check`] proves from the module's code
+//! that this is all the state it has.
+
+use bytesize::ByteSize;
+use wasmparser::{ExternalKind, Operator, Parser, Payload, TypeRef, ValType};
+use wasmtime::{Config, Engine, Instance, Module, OptLevel, RegallocAlgorithm, Store, Val};
+use wasmtime_wizer::{InstanceState, SnapshotVal, Wizer};
+
+use super::error::SandboxError;
+use super::guest::Guest;
+use super::host::{Host, Input};
+use super::instance::on_own_stack;
+use super::limits::Limits;
+use super::runtime::{ASYNC_STACK, WASM_STACK, link};
+
+/// The one mutable global a guest may have.
+const STACK_POINTER: &str = "__stack_pointer";
+/// How much of a failed start's output goes into the error.
+const OUTPUT_SHOWN: usize = 2000;
+
+/// Runs the guest's start-up code and returns the module as it is afterwards.
+///
+/// # Errors
+///
+/// Returns an error if the module is damaged, has state that a snapshot would miss, or fails to
+/// start.
+pub(super) fn snapshot(guest: &Guest) -> Result<Vec<u8>, SandboxError> {
+    let wasm = guest.wasm()?;
+    check(&wasm)?;
+    let mut wizer = Wizer::new();
+    wizer.init_func("init");
+    let (context, instrumented) = wizer.instrument(&wasm).map_err(SandboxError::engine(
+        "instrumenting the guest for its snapshot",
+    ))?;
+
+    // This code runs once, for a second: compile it fast.
+    let mut config = Config::new();
+    config
+        .cranelift_opt_level(OptLevel::None)
+        .cranelift_regalloc_algorithm(RegallocAlgorithm::SinglePass)
+        .max_wasm_stack(WASM_STACK)
+        .async_stack_size(ASYNC_STACK);
+    let engine =
+        Engine::new(&config).map_err(SandboxError::engine("setting up the snapshot engine"))?;
+    let module = Module::new(&engine, &instrumented)
+        .map_err(SandboxError::engine("compiling the guest for its snapshot"))?;
+    let limits = Limits {
+        memory: ByteSize::gib(1),
+        ..Limits::default()
+    };
+    let mut store = Store::new(&engine, Host::new(&limits));
+    store.limiter(|host| &mut host.memory);
+    store.data_mut().stdin = Input::new(guest.stdin().to_vec());
+
+    let instance =
+        link(&engine, &module)?
+            .instantiate(&mut store)
+            .map_err(SandboxError::engine(
+                "instantiating the guest for its snapshot",
+            ))?;
+    for name in ["_initialize", "init"] {
+        let function = instance
+            .get_typed_func::<(), ()>(&mut store, name)
+            .map_err(|_| SandboxError::MissingExport { name })?;
+        if let Err(error) = on_own_stack(function.call_async(&mut store, ())) {
+            return Err(SandboxError::Snapshot {
+                output: printed(store.data_mut()),
+                source: error.into(),
+            });
+        }
+    }
+    let mut state = State { store, instance };
+    on_own_stack(wizer.snapshot(&context, &mut state))
+        .map_err(SandboxError::engine("writing the guest's snapshot"))
+}
+
+/// Checks that linear memory and `__stack_pointer` are all the state the module has.
+///
+/// State of a core instance is its memories, tables, globals, and which segments were dropped
+/// (WebAssembly core specification, section 4.2.11). So a module qualifies if it imports nothing
+/// but functions, has one memory, has no other mutable global, and holds no instruction that
+/// changes a table or a segment or throws.
+fn check(wasm: &[u8]) -> Result<(), SandboxError> {
+    let unsound = |reason: String| SandboxError::UnsoundGuest { reason };
+    let malformed = |error: wasmparser::BinaryReaderError| unsound(format!("malformed: {error}"));
+
+    let mut memories = 0;
+    let mut mutable_globals = Vec::new();
+    let mut stack_pointer = None;
+    for payload in Parser::new(0).parse_all(wasm) {
+        match payload.map_err(malformed)? {
+            Payload::ImportSection(imports) => {
+                for import in imports.into_imports() {
+                    let import = import.map_err(malformed)?;
+                    if !matches!(import.ty, TypeRef::Func(_)) {
+                        let (module, name) = (import.module, import.name);
+                        return Err(unsound(format!("`{module}::{name}` is not a function")));
+                    }
+                }
+            }
+            Payload::MemorySection(section) => memories += section.count(),
+            Payload::GlobalSection(section) => {
+                for (index, global) in (0_u32..).zip(section) {
+                    let global = global.map_err(malformed)?.ty;
+                    if global.mutable {
+                        mutable_globals.push((index, global.content_type));
+                    }
+                }
+            }
+            Payload::ExportSection(section) => {
+                for export in section {
+                    let export = export.map_err(malformed)?;
+                    if export.kind == ExternalKind::Global && export.name == STACK_POINTER {
+                        stack_pointer = Some((export.index, ValType::I32));
+                    }
+                }
+            }
+            Payload::CodeSectionEntry(body) => {
+                let mut operators = body.get_operators_reader().map_err(malformed)?;
+                while !operators.eof() {
+                    let operator = operators.read().map_err(malformed)?;
+                    if changes_hidden_state(&operator) {
+                        return Err(unsound(format!("it holds `{operator:?}`")));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    if memories != 1 {
+        return Err(unsound(format!("it has {memories} memories, not 1")));
+    }
+    if mutable_globals != Vec::from_iter(stack_pointer) {
+        return Err(unsound(format!(
+            "its mutable globals are {mutable_globals:?}, not one i32 exported as \
+             `{STACK_POINTER}`"
+        )));
+    }
+    Ok(())
+}
+
+fn changes_hidden_state(operator: &Operator<'_>) -> bool {
+    matches!(
+        operator,
+        Operator::TableSet { .. }
+            | Operator::TableGrow { .. }
+            | Operator::TableFill { .. }
+            | Operator::TableCopy { .. }
+            | Operator::TableInit { .. }
+            | Operator::ElemDrop { .. }
+            | Operator::MemoryInit { .. }
+            | Operator::DataDrop { .. }
+            | Operator::Throw { .. }
+            | Operator::ThrowRef
+    )
+}
+
+/// The end of what the guest printed, for an error message.
+fn printed(host: &mut Host) -> String {
+    let mut bytes = host.stdout.take().0;
+    bytes.extend(host.stderr.take().0);
+    let shown = bytes.len().saturating_sub(OUTPUT_SHOWN);
+    String::from_utf8_lossy(&bytes[shown..]).trim().to_owned()
+}
+
+/// A started guest, as Wizer reads it.
+struct State {
+    store: Store<Host>,
+    instance: Instance,
+}
+
+impl InstanceState for State {
+    async fn global_get(&mut self, name: &str, _type_hint: ValType) -> SnapshotVal {
+        let global = self.instance.get_global(&mut self.store, name);
+        match global.expect("Wizer exported it").get(&mut self.store) {
+            Val::I32(value) => SnapshotVal::I32(value),
+            other => unreachable!("`check` admits one i32 global, found {other:?}"),
+        }
+    }
+
+    async fn memory_contents(&mut self, name: &str, contents: impl FnOnce(&[u8]) + Send) {
+        let memory = self.instance.get_memory(&mut self.store, name);
+        contents(memory.expect("Wizer exported it").data(&self.store));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,302 @@
+//! A collection of tasks, read from a file or a folder.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use rand::seq::SliceRandom as _;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng as _;
+
+use super::mbpp::{self, Outcome};
+use super::rows::read_rows;
+use super::{Split, Task, TaskError};
+
+/// A valid row that was left out, because it can not be graded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SkippedRow {
+    /// The file.
+    pub path: PathBuf,
+    /// The row, counted from 1.
+    pub row: u64,
+    /// The task's id.
+    pub id: String,
+    /// Why it can not be graded.
+    pub reason: String,
+}
+
+/// The tasks of one split, in file order, with ids of their own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskSet {
+    tasks: Vec<Task>,
+    skipped: Vec<SkippedRow>,
+}
+
+impl TaskSet {
+    /// Reads the tasks at `path`, showing the policy `visible_tests` tests of each.
+    ///
+    /// A file (`.json` with an array of rows, `.jsonl`, `.parquet`) is read whole without a split;
+    /// with one, its rows are chosen by the published ranges of MBPP's `task_id`
+    /// ([`Split::of_mbpp`]). A folder must have a split's files: `train.jsonl`, `train.json` or
+    /// `train-00000-of-00001.parquet`, there or in its `data` folder.
+    ///
+    /// # Errors
+    ///
+    /// Fails when nothing is there, when a row is malformed, or when no row is left.
+    pub fn open(
+        path: &Path,
+        split: Option<Split>,
+        visible_tests: usize,
+    ) -> Result<Self, TaskError> {
+        let files = if path.is_dir() {
+            split_files(path, split.unwrap_or(Split::Train))?
+        } else if path.exists() {
+            vec![path.to_owned()]
+        } else {
+            return Err(TaskError::NotFound {
+                path: path.display().to_string(),
+            });
+        };
+        let by_range = if path.is_dir() { None } else { split };
+        let mut set = Self {
+            tasks: Vec::new(),
+            skipped: Vec::new(),
+        };
+        let mut ids = HashSet::new();
+        for file in &files {
+            set.read_file(file, by_range, visible_tests, &mut ids)?;
+        }
+        if set.tasks.is_empty() {
+            return Err(TaskError::Empty {
+                path: path.to_owned(),
+                split: split.map_or_else(|| "all".to_owned(), |split| split.to_string()),
+                remedy: if by_range.is_some() {
+                    "in a single file splits are MBPP's id ranges, so leave the split out or give a \
+                     folder with a file for each split"
+                } else {
+                    "give a file that has rows"
+                },
+            });
+        }
+        Ok(set)
+    }
+
+    fn read_file(
+        &mut self,
+        path: &Path,
+        split: Option<Split>,
+        visible_tests: usize,
+        ids: &mut HashSet<String>,
+    ) -> Result<(), TaskError> {
+        for (row, fields) in read_rows(path)? {
+            let outcome = mbpp::parse(path, row, &fields, visible_tests)?;
+            let (Outcome::Task(Task { id, .. }) | Outcome::Skipped { id, .. }) = &outcome;
+            if split.is_some() && Split::of_mbpp(id) != split {
+                continue;
+            }
+            if !ids.insert(id.clone()) {
+                return Err(TaskError::DuplicateId {
+                    path: path.to_owned(),
+                    row,
+                    id: id.clone(),
+                });
+            }
+            match outcome {
+                Outcome::Task(task) => self.tasks.push(task),
+                Outcome::Skipped { id, reason } => {
+                    tracing::warn!(path = %path.display(), row, id, reason, "task left out");
+                    self.skipped.push(SkippedRow {
+                        path: path.to_owned(),
+                        row,
+                        id,
+                        reason,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how many tasks there are; never zero.
+    #[must_use]
+    #[expect(
+        clippy::len_without_is_empty,
+        reason = "a set without a task can not be opened"
+    )]
+    pub fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Returns the tasks in file order.
+    #[must_use]
+    pub fn tasks(&self) -> &[Task] {
+        &self.tasks
+    }
+
+    /// Returns the task with this id.
+    #[must_use]
+    pub fn get(&self, id: &str) -> Option<&Task> {
+        self.tasks.iter().find(|task| task.id == id)
+    }
+
+    /// Returns the rows that were left out because they can not be graded.
+    #[must_use]
+    pub fn skipped(&self) -> &[SkippedRow] {
+        &self.skipped
+    }
+
+    /// Keeps the first `limit` tasks in file order, at least one.
+    pub fn truncate(&mut self, limit: usize) {
+        self.tasks.truncate(limit.max(1));
+    }
+
+    /// Returns the tasks of one training step: `count` of them, taken in order from an endless
+    /// sequence of epochs, each a new permutation by `seed` (see [`epoch_order`]). A resumed run
+    /// that asks for the same step gets the same tasks.
+    pub fn batch(&self, seed: u64, step: u64, count: usize) -> Vec<&Task> {
+        let len = self.tasks.len() as u64;
+        let first = step * count as u64;
+        let mut order = (u64::MAX, Vec::new());
+        (first..first + count as u64)
+            .filter_map(|position| {
+                let epoch = position / len;
+                if order.0 != epoch {
+                    order = (epoch, epoch_order(self.tasks.len(), seed, epoch));
+                }
+                let place = usize::try_from(position % len).ok()?;
+                order.1.get(place).and_then(|index| self.tasks.get(*index))
+            })
+            .collect()
+    }
+}
+
+/// Returns the order of `len` tasks in one epoch: a Fisher–Yates permutation from a `ChaCha`
+/// stream of its own, so that any epoch can be had without the ones before it.
+#[must_use]
+pub fn epoch_order(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(epoch);
+    let mut order: Vec<usize> = (0..len).collect();
+    order.shuffle(&mut rng);
+    order
+}
+
+/// Returns the files of a split in a folder, in name order.
+fn split_files(folder: &Path, split: Split) -> Result<Vec<PathBuf>, TaskError> {
+    let mut available: Vec<String> = Vec::new();
+    for place in [folder.to_owned(), folder.join("data")] {
+        if !place.is_dir() {
+            continue;
+        }
+        let mut files = Vec::new();
+        for path in list(&place)? {
+            match split_of(&path) {
+                Some(found) if found == split => files.push(path),
+                Some(found) => available.push(format!("split `{found}`")),
+                None => {
+                    // A configuration, as `full` and `sanitized` of MBPP.
+                    let holds_split = |path: &PathBuf| split_of(path).is_some();
+                    if path.is_dir()
+                        && !path.ends_with("data")
+                        && list(&path)?.iter().any(holds_split)
+                    {
+                        available.push(format!("folder `{}`", path.display()));
+                    }
+                }
+            }
+        }
+        if !files.is_empty() {
+            return Ok(files);
+        }
+    }
+    available.sort();
+    available.dedup();
+    Err(TaskError::NoSplit {
+        path: folder.to_owned(),
+        split: split.to_string(),
+        available: if available.is_empty() {
+            "none".to_owned()
+        } else {
+            available.join(", ")
+        },
+    })
+}
+
+fn list(folder: &Path) -> Result<Vec<PathBuf>, TaskError> {
+    let io = |source| TaskError::Io {
+        path: folder.to_owned(),
+        source,
+    };
+    let mut paths: Vec<PathBuf> = fs_err::read_dir(folder)
+        .and_then(|entries| {
+            entries
+                .map(|entry| entry.map(|entry| entry.path()))
+                .collect()
+        })
+        .map_err(io)?;
+    paths.sort();
+    Ok(paths)
+}
+
+/// Returns the split that a file's name says: `test.jsonl` or `test-00000-of-00001.parquet`.
+fn split_of(path: &Path) -> Option<Split> {
+    let known = ["json", "jsonl", "parquet"];
+    let extension = path.extension()?.to_str()?;
+    let stem = path.file_stem()?.to_str()?;
+    let name = stem.split_once('-').map_or(stem, |(name, _)| name);
+    known.contains(&extension).then_some(())?;
+    Split::ALL.into_iter().find(|split| split.as_str() == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_is_a_permutation_and_the_next_one_is_another() {
+        let order = epoch_order(50, 7, 3);
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..50).collect::<Vec<_>>());
+        assert_eq!(order, epoch_order(50, 7, 3));
+        assert_ne!(order, epoch_order(50, 7, 4));
+        assert_ne!(order, epoch_order(50, 8, 3));
+    }
+
+    #[test]
+    fn steps_run_through_each_epoch_once() {
+        let task = |id: usize| Task {
+            id: id.to_string(),
+            prompt: "p".to_owned(),
+            entry_points: vec!["f".to_owned()],
+            setup: vec![],
+            tests: vec!["assert f()".to_owned()],
+            reference: None,
+            visible_tests: 1,
+        };
+        let set = TaskSet {
+            tasks: (0..7).map(task).collect(),
+            skipped: vec![],
+        };
+        let seen: Vec<&str> = (0..7)
+            .flat_map(|step| set.batch(1, step, 3))
+            .map(|task| task.id.as_str())
+            .collect();
+        assert_eq!(seen.len(), 21);
+        for epoch in seen.chunks(7) {
+            let distinct: HashSet<_> = epoch.iter().collect();
+            assert_eq!(distinct.len(), 7);
+        }
+        assert_eq!(set.batch(1, 4, 3), set.batch(1, 4, 3));
+    }
+
+    #[test]
+    fn file_names_say_their_split() {
+        let split = |name: &str| split_of(Path::new(name));
+        assert_eq!(split("a/train-00000-of-00002.parquet"), Some(Split::Train));
+        assert_eq!(split("validation.jsonl"), Some(Split::Validation));
+        assert_eq!(
+            (split("train.txt"), split("training.json"), split("train")),
+            (None, None, None)
+        );
+    }
+}
