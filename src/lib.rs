@@ -4,6 +4,7 @@
 //! → [`trainer`] → run folder.
 
 pub mod chat;
+pub mod engine;
 pub mod grader;
 pub mod hub;
 pub mod sandbox;

@@ -1,6 +1,7 @@
 //! Integration tests: one binary.
 
 mod chat;
+mod engine;
 mod grader;
 mod layering;
 mod sandbox;

@@ -1,0 +1,613 @@
+//! Tokens in, tokens and log-probabilities out.
+//!
+//! - [`LoadedModel`] is a checkpoint: configuration, weights, [`Tokenizer`], chat template.
+//! - [`model::Decoder`] computes; the trainer shares it, so an optimizer step reaches the sampler
+//!   at once.
+//! - [`Engine`] generates with many sequences at a time (continuous batching): each
+//!   [`Engine::step`] is one forward pass over the next token of every running sequence and chunks
+//!   of waiting prompts.
+//!
+//! **A sequence's tokens depend on its prompt, its parameters and its seed alone**, not on the
+//! sequences around it, on their order, or on memory pressure. On the CPU the decoder's rows do not
+//! influence each other's rounding, each sequence draws from its own stream, and a sequence that lost its
+//! cache recomputes it.
+//!
+//! **Memory is bounded** by [`EngineConfig::max_cache_tokens`]. When it is full, paused sequences
+//! and then the youngest running ones lose their keys and values, which are computed again when
+//! it is their turn.
+
+mod error;
+mod gguf;
+mod kv_cache;
+mod loader;
+pub mod model;
+mod sampling;
+mod scheduler;
+mod sequence;
+mod tokenizer;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+pub use error::EngineError;
+pub use kv_cache::{KvCache, RowId};
+pub use loader::LoadedModel;
+pub use sampling::{SamplingParams, SequenceSeed, TokenLogprob};
+pub use sequence::{FinishReason, Finished, SequenceId};
+pub use tokenizer::{Detokenizer, Tokenizer};
+
+use model::ops::KEYS_PER_BLOCK;
+use model::{Decoder, PackedBatch};
+use scheduler::Scheduled;
+use sequence::{Sequence, State};
+
+/// Limits of an [`Engine`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EngineConfig {
+    /// Most sequences that advance at a time; more wait. Default: 256.
+    pub max_running: usize,
+    /// Most tokens whose keys and values are held, shared ones counted once. One token takes
+    /// `2 · layers · kv_heads · head_dim` numbers. Default: 65,536.
+    pub max_cache_tokens: usize,
+    /// Longest sequence, prompt included; 0 is the model's own limit. Default: 0.
+    pub max_context: usize,
+    /// Most tokens of one prompt in one step, so that prompts do not stall the rest. Default: 512.
+    pub prefill_chunk: usize,
+    /// Most tokens of one step. Default: 2048.
+    pub max_batch_tokens: usize,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_running: 256,
+            max_cache_tokens: 65_536,
+            max_context: 0,
+            prefill_chunk: 512,
+            max_batch_tokens: 2048,
+        }
+    }
+}
+
+/// What an engine has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineStats {
+    /// Forward passes.
+    pub steps: u64,
+    /// Tokens of prompts and suffixes that were computed, again after an eviction included.
+    pub prefill_tokens: u64,
+    /// Tokens that were sampled.
+    pub generated_tokens: u64,
+    /// Sequences that lost their keys and values to others.
+    pub evictions: u64,
+    /// Time in the model.
+    pub forward: Duration,
+    /// Time choosing tokens.
+    pub sampling: Duration,
+}
+
+impl EngineStats {
+    /// Returns the sampled tokens per second of model and sampling time.
+    pub fn tokens_per_second(&self) -> f64 {
+        let seconds = (self.forward + self.sampling).as_secs_f64();
+        if seconds > 0.0 {
+            self.generated_tokens as f64 / seconds
+        } else {
+            0.0
+        }
+    }
+}
+
+/// Generates with many sequences at a time.
+///
+/// A sequence is added, runs until its turn finishes, and is then paused: its owner extends it with
+/// a tool result, forks it, or releases it.
+#[derive(Debug)]
+pub struct Engine {
+    decoder: Arc<Decoder>,
+    cache: KvCache,
+    config: EngineConfig,
+    /// Longest sequence that fits the model, the configuration and the cache.
+    max_context: usize,
+    /// Version of the weights that the cache belongs to.
+    version: u64,
+    sequences: BTreeMap<SequenceId, Sequence>,
+    next_id: u64,
+    stats: EngineStats,
+}
+
+impl Engine {
+    /// Makes an engine without sequences.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::InvalidLimit`] if a limit is too small to run anything.
+    pub fn new(decoder: Arc<Decoder>, config: EngineConfig) -> Result<Self, EngineError> {
+        for (field, value, minimum) in [
+            ("max_running", config.max_running, 1),
+            ("max_cache_tokens", config.max_cache_tokens, KEYS_PER_BLOCK),
+            ("prefill_chunk", config.prefill_chunk, 1),
+            ("max_batch_tokens", config.max_batch_tokens, 1),
+        ] {
+            if value < minimum {
+                return Err(EngineError::InvalidLimit {
+                    field,
+                    value,
+                    minimum,
+                });
+            }
+        }
+        let model_limit = decoder.config().max_position_embeddings;
+        let asked = if config.max_context == 0 {
+            model_limit
+        } else {
+            config.max_context
+        };
+        let whole_blocks = config.max_cache_tokens / KEYS_PER_BLOCK * KEYS_PER_BLOCK;
+        Ok(Self {
+            cache: decoder.new_cache(whole_blocks),
+            max_context: asked.min(model_limit).min(whole_blocks),
+            version: decoder.version(),
+            decoder,
+            config,
+            sequences: BTreeMap::new(),
+            next_id: 0,
+            stats: EngineStats::default(),
+        })
+    }
+
+    /// Returns the model.
+    pub fn decoder(&self) -> &Arc<Decoder> {
+        &self.decoder
+    }
+
+    /// Returns the length of the longest sequence, prompt included.
+    pub fn max_context(&self) -> usize {
+        self.max_context
+    }
+
+    /// Returns the number of sequences that the next steps advance.
+    pub fn running(&self) -> usize {
+        self.sequences
+            .values()
+            .filter(|sequence| sequence.state != State::Paused)
+            .count()
+    }
+
+    /// Returns the tokens that memory is held for.
+    pub fn cached_tokens(&self) -> usize {
+        self.cache.tokens_in_use()
+    }
+
+    /// Returns what was done so far.
+    pub fn stats(&self) -> EngineStats {
+        self.stats
+    }
+
+    /// Returns all tokens of a sequence: prompt, sampled turns and suffixes, as the model saw them.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::UnknownSequence`] if it was released.
+    pub fn tokens(&self, id: SequenceId) -> Result<&[u32], EngineError> {
+        let sequence = self
+            .sequences
+            .get(&id)
+            .ok_or(EngineError::UnknownSequence { id })?;
+        Ok(&sequence.tokens)
+    }
+
+    /// Adds a sequence that continues `prompt`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the prompt is empty, too long or outside the vocabulary, or if a parameter is out
+    /// of range.
+    pub fn add(
+        &mut self,
+        prompt: Vec<u32>,
+        params: SamplingParams,
+        seed: SequenceSeed,
+    ) -> Result<SequenceId, EngineError> {
+        params.validate()?;
+        self.check_prompt(&prompt)?;
+        Ok(self.insert(Sequence::new(prompt, params, seed)))
+    }
+
+    /// Adds one sequence for each seed, all of which continue `prompt`: it is computed once, and
+    /// its keys and values are shared.
+    ///
+    /// # Errors
+    ///
+    /// As [`Engine::add`].
+    pub fn add_group(
+        &mut self,
+        prompt: &[u32],
+        params: &SamplingParams,
+        seeds: &[SequenceSeed],
+    ) -> Result<Vec<SequenceId>, EngineError> {
+        params.validate()?;
+        self.check_prompt(prompt)?;
+        let ids: Vec<SequenceId> = seeds
+            .iter()
+            .map(|&seed| self.insert(Sequence::new(prompt.to_vec(), params.clone(), seed)))
+            .collect();
+        if let Some((leader, followers)) = ids.split_first() {
+            for follower in followers {
+                self.sequence_mut(*follower)?.state = State::Follower;
+            }
+            self.sequence_mut(*leader)?.followers = followers.to_vec();
+        }
+        Ok(ids)
+    }
+
+    /// Adds a paused sequence with the tokens of the paused sequence `id`, from which it shares
+    /// keys and values; it draws from its own stream.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or still generating.
+    pub fn fork(&mut self, id: SequenceId, seed: SequenceSeed) -> Result<SequenceId, EngineError> {
+        let parent = self.paused(id)?;
+        let row = parent.row;
+        let row = row.map(|row| self.cache.fork(row)).transpose()?;
+        let child = self.paused(id)?.fork(row, seed);
+        Ok(self.insert(child))
+    }
+
+    /// Continues a paused sequence with `suffix` (a tool result and the header of the next turn).
+    ///
+    /// Its own tokens stay as they were sampled. If no room is left for a token behind the suffix,
+    /// the next step finishes the turn with [`FinishReason::Length`] and without a token.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or still generating, or if a token is outside the vocabulary.
+    pub fn extend(&mut self, id: SequenceId, suffix: &[u32]) -> Result<(), EngineError> {
+        self.check_tokens(suffix)?;
+        self.paused(id)?.extend(suffix);
+        Ok(())
+    }
+
+    /// Changes the most tokens of a paused sequence's next turns.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or still generating, or if the number is 0.
+    pub fn set_max_new_tokens(
+        &mut self,
+        id: SequenceId,
+        max_new_tokens: usize,
+    ) -> Result<(), EngineError> {
+        let sequence = self.paused(id)?;
+        let params = SamplingParams {
+            max_new_tokens,
+            ..sequence.params.clone()
+        };
+        params.validate()?;
+        sequence.params = params;
+        Ok(())
+    }
+
+    /// Forgets a sequence, running or not, and frees its part of the cache.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::UnknownSequence`] if it was released before.
+    pub fn release(&mut self, id: SequenceId) -> Result<(), EngineError> {
+        let removed = self
+            .sequences
+            .remove(&id)
+            .ok_or(EngineError::UnknownSequence { id })?;
+        for sequence in self.sequences.values_mut() {
+            sequence.followers.retain(|follower| *follower != id);
+        }
+        // The rest of a group goes on from what its leader has computed.
+        if let Some((heir, followers)) = removed.followers.split_first() {
+            let heir = self.sequence_mut(*heir)?;
+            heir.state = State::Running;
+            heir.row = removed.row;
+            heir.cached = removed.cached;
+            heir.followers = followers.to_vec();
+        } else if let Some(row) = removed.row {
+            self.cache.free(row)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets all keys and values, as after an update of the weights. Sequences stay and compute
+    /// theirs again.
+    ///
+    /// A step does this by itself when the decoder's version has changed.
+    pub fn clear(&mut self) {
+        self.cache.clear();
+        for sequence in self.sequences.values_mut() {
+            sequence.row = None;
+            sequence.cached = 0;
+        }
+        self.version = self.decoder.version();
+    }
+
+    /// Runs one forward pass and returns the turns that finished with it.
+    ///
+    /// Without a running sequence it does nothing.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the model does or if its logits are not finite. Both are faults of ours, not endings of
+    /// a sequence: release the sequences then.
+    pub fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+        if self.version != self.decoder.version() {
+            self.clear();
+        }
+        let mut finished = self.finish_full();
+        let planned = scheduler::plan(&self.sequences, &self.config);
+        let planned = self.make_room(planned)?;
+        if planned.is_empty() {
+            return Ok(finished);
+        }
+        let (targets, logits) = self.forward(&planned)?;
+        self.sample(&targets, &logits, &mut finished)?;
+        Ok(finished)
+    }
+
+    /// Computes the planned tokens. Returns which sequences have no token left to compute, each
+    /// with its row of the logits `[rows, vocab]`.
+    fn forward(
+        &mut self,
+        planned: &[Scheduled],
+    ) -> Result<(BTreeMap<SequenceId, usize>, Vec<f32>), EngineError> {
+        let start = Instant::now();
+        let mut batch = PackedBatch::new();
+        let mut rows = Vec::with_capacity(planned.len());
+        let mut complete = Vec::new();
+        let mut prefill_tokens = 0;
+        for scheduled in planned {
+            let sequence = &self.sequences[&scheduled.id];
+            let pending = sequence.pending();
+            let segment = batch.push(&pending[..scheduled.take], sequence.cached);
+            rows.push(sequence.row.expect("planned sequences have a row"));
+            if scheduled.take == pending.len() {
+                complete.push((scheduled.id, segment.end - 1));
+            }
+            if pending.len() > 1 || sequence.cached == 0 {
+                prefill_tokens += scheduled.take as u64;
+            }
+        }
+        let hidden = self.decoder.hidden_cached(&batch, &mut self.cache, &rows)?;
+        let logits = self.logits(&hidden, &complete)?;
+        for scheduled in planned {
+            self.sequence_mut(scheduled.id)?.cached += scheduled.take;
+        }
+        let mut targets = BTreeMap::new();
+        for (row, (id, _)) in complete.into_iter().enumerate() {
+            targets.insert(id, row);
+            for follower in self.start_followers(id)? {
+                targets.insert(follower, row);
+            }
+        }
+        self.stats.steps += 1;
+        self.stats.prefill_tokens += prefill_tokens;
+        self.stats.forward += start.elapsed();
+        Ok((targets, logits))
+    }
+
+    /// Returns the logits of the last tokens of complete sequences, flat.
+    fn logits(
+        &self,
+        hidden: &Tensor,
+        complete: &[(SequenceId, usize)],
+    ) -> Result<Vec<f32>, EngineError> {
+        if complete.is_empty() {
+            return Ok(Vec::new());
+        }
+        let tensor = || {
+            let last: Vec<u32> = complete
+                .iter()
+                .map(|&(_, index)| u32::try_from(index).expect("batches are bounded"))
+                .collect();
+            let last = Tensor::new(last, hidden.device())?;
+            hidden.index_select(&last, 0)
+        };
+        let logits = self
+            .decoder
+            .logits(&tensor().map_err(model::ModelError::from)?)?;
+        let flat = || logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1();
+        Ok(flat().map_err(model::ModelError::from)?)
+    }
+
+    /// Gives the followers of a sequence whose prompt is computed their own rows.
+    fn start_followers(&mut self, leader: SequenceId) -> Result<Vec<SequenceId>, EngineError> {
+        let sequence = self.sequence_mut(leader)?;
+        let followers = std::mem::take(&mut sequence.followers);
+        let (cached, row) = (sequence.cached, sequence.row.expect("it was just computed"));
+        for &id in &followers {
+            let fork = self.cache.fork(row)?;
+            let follower = self.sequence_mut(id)?;
+            follower.row = Some(fork);
+            follower.cached = cached;
+            follower.state = State::Running;
+        }
+        Ok(followers)
+    }
+
+    /// Chooses the next token of every target and ends the turns that are over.
+    fn sample(
+        &mut self,
+        targets: &BTreeMap<SequenceId, usize>,
+        logits: &[f32],
+        finished: &mut Vec<Finished>,
+    ) -> Result<(), EngineError> {
+        let start = Instant::now();
+        let vocab_size = self.decoder.config().vocab_size;
+        let mut ids = Vec::with_capacity(targets.len());
+        let mut rows = Vec::with_capacity(targets.len());
+        for (&id, sequence) in &mut self.sequences {
+            if let Some(&row) = targets.get(&id) {
+                let logits = &logits[row * vocab_size..(row + 1) * vocab_size];
+                ids.push(id);
+                rows.push((logits, &sequence.params, &mut sequence.random));
+            }
+        }
+        let chosen = sampling::sample_rows(rows);
+        if let Some(at) = chosen.iter().position(Option::is_none) {
+            return Err(EngineError::NonFiniteLogits { id: ids[at] });
+        }
+        for (id, chosen) in ids.into_iter().zip(chosen.into_iter().flatten()) {
+            let max_context = self.max_context;
+            let sequence = self.sequence_mut(id)?;
+            if let Some(reason) = sequence.push(chosen, max_context) {
+                finished.push(sequence.finish(id, reason));
+            }
+            self.stats.generated_tokens += 1;
+        }
+        self.stats.sampling += start.elapsed();
+        Ok(())
+    }
+
+    /// Ends the turns of extended sequences that have no room for a token.
+    fn finish_full(&mut self) -> Vec<Finished> {
+        let max_context = self.max_context;
+        self.sequences
+            .iter_mut()
+            .filter(|(_, sequence)| {
+                sequence.state == State::Running && sequence.tokens.len() >= max_context
+            })
+            .map(|(&id, sequence)| sequence.finish(id, FinishReason::Length))
+            .collect()
+    }
+
+    /// Drops from the plan what the cache has no room for, after taking room from paused and from
+    /// younger sequences.
+    fn make_room(&mut self, planned: Vec<Scheduled>) -> Result<Vec<Scheduled>, EngineError> {
+        // New sequences leave a block free for each one that runs, or they would be evicted soon.
+        let mut wanted = self.cache.tokens_in_use();
+        let mut starting = false;
+        for scheduled in &planned {
+            let sequence = &self.sequences[&scheduled.id];
+            wanted += sequence.pending().len() + KEYS_PER_BLOCK * (1 + sequence.followers.len());
+            starting |= sequence.cached == 0;
+            if sequence.row.is_none() {
+                let row = self.cache.add_row();
+                self.sequence_mut(scheduled.id)?.row = Some(row);
+            }
+        }
+        let rows: Vec<RowId> = planned
+            .iter()
+            .filter_map(|scheduled| self.sequences[&scheduled.id].row)
+            .collect();
+        let added: Vec<usize> = planned.iter().map(|scheduled| scheduled.take).collect();
+        let is_roomy = wanted <= self.cache.max_tokens();
+        if (is_roomy || !starting) && self.cache.fits(&rows, &added) {
+            return Ok(planned);
+        }
+
+        let mut kept: Vec<Scheduled> = Vec::new();
+        let (mut rows, mut added) = (Vec::new(), Vec::new());
+        for scheduled in planned {
+            let sequence = &self.sequences[&scheduled.id];
+            // Without a row it was evicted for an older one, in this very loop.
+            let Some(row) = sequence.row else { continue };
+            if sequence.cached == 0 && !kept.is_empty() {
+                let copies = kept.len() + 1 + sequence.followers.len();
+                let wanted = self.cache.tokens_in_use()
+                    + added.iter().sum::<usize>()
+                    + sequence.pending().len()
+                    + KEYS_PER_BLOCK * copies;
+                if wanted > self.cache.max_tokens() {
+                    continue;
+                }
+            }
+            rows.push(row);
+            added.push(scheduled.take);
+            while !self.cache.fits(&rows, &added) {
+                let Some(victim) = self.victim(scheduled.id, &kept) else {
+                    rows.pop();
+                    added.pop();
+                    break;
+                };
+                self.evict(victim)?;
+            }
+            if rows.len() > kept.len() {
+                kept.push(scheduled);
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Returns the sequence that gives way to `id`: a paused one, else the youngest, but none that
+    /// is older than `id` or computes in this step.
+    fn victim(&self, id: SequenceId, kept: &[Scheduled]) -> Option<SequenceId> {
+        let holders = || {
+            self.sequences.iter().filter(|(other, sequence)| {
+                **other != id
+                    && sequence.cached > 0
+                    && !kept.iter().any(|scheduled| scheduled.id == **other)
+            })
+        };
+        let paused = holders().find(|(_, sequence)| sequence.state == State::Paused);
+        let victim = paused.or_else(|| holders().next_back().filter(|(other, _)| **other > id));
+        victim.map(|(other, _)| *other)
+    }
+
+    fn evict(&mut self, id: SequenceId) -> Result<(), EngineError> {
+        let sequence = self.sequence_mut(id)?;
+        sequence.cached = 0;
+        if let Some(row) = sequence.row.take() {
+            self.cache.free(row)?;
+        }
+        self.stats.evictions += 1;
+        tracing::debug!(sequence = id.0, "evicted from the key-value cache");
+        Ok(())
+    }
+
+    fn insert(&mut self, sequence: Sequence) -> SequenceId {
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence, EngineError> {
+        self.sequences
+            .get_mut(&id)
+            .ok_or(EngineError::UnknownSequence { id })
+    }
+
+    fn paused(&mut self, id: SequenceId) -> Result<&mut Sequence, EngineError> {
+        let sequence = self.sequence_mut(id)?;
+        if sequence.state != State::Paused {
+            return Err(EngineError::StillGenerating { id });
+        }
+        Ok(sequence)
+    }
+
+    fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
+        if prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if prompt.len() >= self.max_context {
+            return Err(EngineError::PromptTooLong {
+                tokens: prompt.len(),
+                limit: self.max_context,
+            });
+        }
+        self.check_tokens(prompt)
+    }
+
+    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
+        let vocab_size = self.decoder.config().vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= vocab_size) {
+            Some(&token) => Err(EngineError::TokenOutOfRange { token, vocab_size }),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,586 @@
+//! The decoder in plain tensor operations, for devices without kernels of our own.
+//!
+//! Differentiated by candle, one layer at a time: the forward pass keeps each layer's input, and the
+//! backward pass runs the layer again on a variable holding it. So memory is one layer's graph, as
+//! with recomputation on the CPU.
+//!
+//! Candle's fused operations (`rms_norm`, `rope`, `softmax_last_dim`) have no backward pass and detach
+//! in silence; none of them is used here. Frozen weights enter through [`FrozenLinear`], since candle's
+//! product would compute and keep their gradient.
+
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage as _;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, D, DType, Device, Layout, Shape, Storage, Tensor, Var,
+};
+
+use super::decoder::{Decoder, Layer};
+use super::gradients::Gradients;
+use super::linear::{Linear, Parameter};
+use super::{Adapters, ModelError, PackedBatch};
+use crate::engine::kv_cache::{KvCache, RowId, TensorRow};
+
+/// Scores of one group of segments held at a time, in elements: 256 MB of `f32`.
+const MAX_SCORES: usize = 1 << 26;
+
+/// `y = x W^T` where `W` is no node of the graph.
+struct FrozenLinear {
+    weight: Tensor,
+}
+
+impl CustomOp1 for FrozenLinear {
+    fn name(&self) -> &'static str {
+        "frozen-linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (m, k) = layout.shape().dims2()?;
+        let (weight, weight_layout) = self.weight.storage_and_layout();
+        let weight_layout = weight_layout.transpose(0, 1)?;
+        let n = weight_layout.dims()[1];
+        match &*weight {
+            Storage::Cpu(weight) => {
+                let y = x.matmul(weight, (1, m, n, k), layout, &weight_layout)?;
+                Ok((y, Shape::from((m, n))))
+            }
+            _ => candle_core::bail!("the weight and its input are on different devices"),
+        }
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (m, k) = layout.shape().dims2()?;
+        let (weight, weight_layout) = self.weight.storage_and_layout();
+        let weight_layout = weight_layout.transpose(0, 1)?;
+        let n = weight_layout.dims()[1];
+        match &*weight {
+            Storage::Cuda(weight) => {
+                let y = x.matmul(weight, (1, m, n, k), layout, &weight_layout)?;
+                Ok((y, Shape::from((m, n))))
+            }
+            _ => candle_core::bail!("the weight and its input are on different devices"),
+        }
+    }
+
+    fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(dy.contiguous()?.matmul(&self.weight)?))
+    }
+}
+
+/// What every layer of one pass shares.
+struct Pass<'a> {
+    decoder: &'a Decoder,
+    batch: &'a PackedBatch,
+    /// Cosines and sines, `[n, 1, head_dim / 2]`.
+    cos: Tensor,
+    sin: Tensor,
+    adapters: Adapters,
+    layout: Vec<SegmentGroup>,
+}
+
+/// Segments that are attended together, padded to the longest of them.
+struct SegmentGroup {
+    segments: usize,
+    /// Padded number of queries.
+    queries: usize,
+    /// Padded number of keys: a segment's tokens behind those of its ancestors.
+    keys: usize,
+    /// For each padded query, the token that stands there; the segment's first for padding.
+    gather_queries: Tensor,
+    /// The same for keys.
+    gather_keys: Tensor,
+    /// For each token of the group, its padded place among the queries.
+    scatter: Tensor,
+    /// Zero where a key may be seen, minus infinity where not: `[segments, 1, queries, keys]`.
+    mask: Tensor,
+}
+
+impl<'a> Pass<'a> {
+    fn new(
+        decoder: &'a Decoder,
+        batch: &'a PackedBatch,
+        adapters: Adapters,
+        with_layout: bool,
+    ) -> Result<Self, ModelError> {
+        let config = decoder.config();
+        let device = decoder.device();
+        let half = config.head_dim / 2;
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for &position in batch.positions() {
+            for i in 0..half {
+                let exponent = -2.0 * i as f64 / config.head_dim as f64;
+                #[expect(clippy::cast_possible_truncation, reason = "as transformers rounds")]
+                let frequency = config.rope_theta.powf(exponent) as f32;
+                #[expect(clippy::cast_precision_loss, reason = "as transformers rounds")]
+                let angle = f64::from(position as f32 * frequency);
+                cos.push(angle.cos());
+                sin.push(angle.sin());
+            }
+        }
+        let shape = (batch.len(), 1, half);
+        let wide = if decoder.dtype() == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        let table = |values: Vec<f64>| {
+            Tensor::from_vec(values, shape, &Device::Cpu)?
+                .to_dtype(wide)?
+                .to_device(device)
+        };
+        let layout = if with_layout {
+            segment_groups(decoder, batch)?
+        } else {
+            vec![]
+        };
+        Ok(Self {
+            decoder,
+            batch,
+            cos: table(cos)?,
+            sin: table(sin)?,
+            adapters,
+            layout,
+        })
+    }
+
+    fn embed(&self) -> Result<Tensor, ModelError> {
+        let tokens = Tensor::new(self.batch.tokens(), self.decoder.device())?;
+        Ok(self.decoder.embedding().tensor().index_select(&tokens, 0)?)
+    }
+
+    fn norm(&self, x: &Tensor, weight: &Parameter) -> candle_core::Result<Tensor> {
+        let dtype = x.dtype();
+        let wide = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        let x = x.to_dtype(wide)?;
+        let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
+        let scale = (mean + self.decoder.config().rms_norm_eps)?
+            .sqrt()?
+            .recip()?;
+        let weight = weight.tensor().to_dtype(wide)?;
+        x.broadcast_mul(&scale)?
+            .broadcast_mul(&weight)?
+            .to_dtype(dtype)
+    }
+
+    fn linear(&self, linear: &Linear, x: &Tensor) -> candle_core::Result<Tensor> {
+        let x = x.contiguous()?;
+        let weight = linear.weight.tensor();
+        let y = if linear.weight.slot().is_some() {
+            x.matmul(&weight.t()?)?
+        } else {
+            x.apply_op1(FrozenLinear {
+                weight: weight.clone(),
+            })?
+        };
+        let Some(lora) = linear
+            .lora
+            .as_ref()
+            .filter(|_| self.adapters == Adapters::On)
+        else {
+            return Ok(y);
+        };
+        let (a, b) = (lora.a.tensor(), lora.b.tensor());
+        let low = x.to_dtype(a.dtype())?.matmul(&a.t()?)?;
+        let update = (low.matmul(&b.t()?)? * lora.scale)?;
+        y + update.to_dtype(x.dtype())?
+    }
+
+    /// Rotates `x` `[n, heads, head_dim]`.
+    fn rope(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let dtype = x.dtype();
+        let half = self.decoder.config().head_dim / 2;
+        let x = x.to_dtype(self.cos.dtype())?;
+        let (low, high) = (
+            x.narrow(D::Minus1, 0, half)?,
+            x.narrow(D::Minus1, half, half)?,
+        );
+        let rotated_low = (low.broadcast_mul(&self.cos)? - high.broadcast_mul(&self.sin)?)?;
+        let rotated_high = (high.broadcast_mul(&self.cos)? + low.broadcast_mul(&self.sin)?)?;
+        Tensor::cat(&[rotated_low, rotated_high], D::Minus1)?.to_dtype(dtype)
+    }
+
+    /// Returns queries, keys and values, `[n, heads, head_dim]`.
+    fn project(
+        &self,
+        layer: &Layer,
+        normed: &Tensor,
+    ) -> candle_core::Result<(Tensor, Tensor, Tensor)> {
+        let config = self.decoder.config();
+        let n = normed.dim(0)?;
+        let heads = |x: Tensor, heads| x.reshape((n, heads, config.head_dim));
+        let mut q = heads(
+            self.linear(&layer.q_proj, normed)?,
+            config.num_attention_heads,
+        )?;
+        let mut k = heads(
+            self.linear(&layer.k_proj, normed)?,
+            config.num_key_value_heads,
+        )?;
+        let v = heads(
+            self.linear(&layer.v_proj, normed)?,
+            config.num_key_value_heads,
+        )?;
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            q = self.norm(&q, q_norm)?;
+            k = self.norm(&k, k_norm)?;
+        }
+        Ok((self.rope(&q)?, self.rope(&k)?, v))
+    }
+
+    fn finish(&self, layer: &Layer, x: &Tensor, attended: &Tensor) -> candle_core::Result<Tensor> {
+        let middle = (x + self.linear(&layer.o_proj, attended)?)?;
+        let normed = self.norm(&middle, &layer.post_norm)?;
+        let gate = self.linear(&layer.gate_proj, &normed)?;
+        let up = self.linear(&layer.up_proj, &normed)?;
+        let product = (gate.silu()? * up)?;
+        middle + self.linear(&layer.down_proj, &product)?
+    }
+
+    fn layer(&self, layer: &Layer, x: &Tensor) -> candle_core::Result<Tensor> {
+        let normed = self.norm(x, &layer.input_norm)?;
+        let (q, k, v) = self.project(layer, &normed)?;
+        let mut parts = Vec::with_capacity(self.layout.len());
+        for group in &self.layout {
+            parts.push(self.attend(group, &q, &k, &v)?);
+        }
+        let attended = match parts.as_slice() {
+            [part] => part.clone(),
+            parts => Tensor::cat(parts, 0)?,
+        };
+        self.finish(layer, x, &attended)
+    }
+
+    /// Attends within one group of segments; returns `[tokens, heads * head_dim]`.
+    fn attend(
+        &self,
+        group: &SegmentGroup,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+    ) -> candle_core::Result<Tensor> {
+        let config = self.decoder.config();
+        let (heads, kv_heads, dim) = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        );
+        let (s, t, seen) = (group.segments, group.queries, group.keys);
+        let pad = |x: &Tensor, places: &Tensor, length, heads| {
+            x.index_select(places, 0)?
+                .reshape((s, length, heads, dim))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        let share = heads / kv_heads;
+        let q = pad(q, &group.gather_queries, t, heads)?;
+        let q = q.reshape((s * kv_heads, share * t, dim))?;
+        let k = pad(k, &group.gather_keys, seen, kv_heads)?.reshape((s * kv_heads, seen, dim))?;
+        let v = pad(v, &group.gather_keys, seen, kv_heads)?.reshape((s * kv_heads, seen, dim))?;
+        let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * (1.0 / (dim as f64).sqrt()))?;
+        let probabilities = masked_softmax(&scores.reshape((s, heads, t, seen))?, &group.mask)?;
+        let attended = probabilities
+            .reshape((s * kv_heads, share * t, seen))?
+            .matmul(&v)?;
+        attended
+            .reshape((s, heads, t, dim))?
+            .transpose(1, 2)?
+            .contiguous()?
+            .reshape((s * t, heads * dim))?
+            .index_select(&group.scatter, 0)
+    }
+}
+
+/// Softmax over the last dimension in `f32` at least, with a backward pass.
+fn masked_softmax(scores: &Tensor, mask: &Tensor) -> candle_core::Result<Tensor> {
+    let dtype = scores.dtype();
+    let scores = scores.to_dtype(mask.dtype())?.broadcast_add(mask)?;
+    let max = scores.max_keepdim(D::Minus1)?.detach();
+    let weights = scores.broadcast_sub(&max)?.exp()?;
+    let sum = weights.sum_keepdim(D::Minus1)?;
+    weights.broadcast_div(&sum)?.to_dtype(dtype)
+}
+
+fn segment_groups(decoder: &Decoder, batch: &PackedBatch) -> Result<Vec<SegmentGroup>, ModelError> {
+    let heads = decoder.config().num_attention_heads;
+    let segments: Vec<Segment<'_>> = (batch.segments().iter().zip(batch.histories()))
+        .filter(|(own, _)| !own.is_empty())
+        .map(|(own, history)| Segment { own, history })
+        .collect();
+    let mut groups = Vec::new();
+    let mut start = 0;
+    while start < segments.len() {
+        let (mut end, mut queries, mut keys) = (start, 0, 0);
+        while end < segments.len() {
+            let wider = queries.max(segments[end].own.len());
+            let longer = keys.max(segments[end].keys());
+            if end > start && (end + 1 - start) * heads * wider * longer > MAX_SCORES {
+                break;
+            }
+            (queries, keys) = (wider, longer);
+            end += 1;
+        }
+        groups.push(segment_group(
+            decoder,
+            &segments[start..end],
+            queries,
+            keys,
+        )?);
+        start = end;
+    }
+    Ok(groups)
+}
+
+/// A segment and the ranges that it sees before its own.
+struct Segment<'a> {
+    own: &'a Range<usize>,
+    history: &'a [Range<usize>],
+}
+
+impl Segment<'_> {
+    fn keys(&self) -> usize {
+        self.history.iter().chain([self.own]).map(Range::len).sum()
+    }
+}
+
+fn segment_group(
+    decoder: &Decoder,
+    segments: &[Segment<'_>],
+    queries: usize,
+    keys: usize,
+) -> Result<SegmentGroup, ModelError> {
+    let index = |value: usize| u32::try_from(value).expect("a batch has fewer than 2^32 tokens");
+    let (mut gather_queries, mut gather_keys) = (Vec::new(), Vec::new());
+    let (mut scatter, mut mask) = (Vec::new(), Vec::new());
+    for (row, segment) in segments.iter().enumerate() {
+        let length = segment.own.len();
+        let first_key = segment.keys() - length;
+        scatter.extend((0..length).map(|place| index(row * queries + place)));
+        gather_queries.extend(segment.own.clone().map(index));
+        gather_queries.resize((row + 1) * queries, index(segment.own.start));
+        gather_keys.extend(segment.history.iter().cloned().flatten().map(index));
+        gather_keys.extend(segment.own.clone().map(index));
+        gather_keys.resize((row + 1) * keys, index(segment.own.start));
+        for query in 0..queries {
+            // A padded query sees what the last one does, so that no row is without a key.
+            let last = first_key + query.min(length - 1);
+            mask.extend((0..keys).map(|key| if key <= last { 0.0 } else { f64::NEG_INFINITY }));
+        }
+    }
+    let wide = if decoder.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    let shape = (segments.len(), 1, queries, keys);
+    let mask = Tensor::from_vec(mask, shape, &Device::Cpu)?.to_dtype(wide)?;
+    let device = decoder.device();
+    Ok(SegmentGroup {
+        segments: segments.len(),
+        queries,
+        keys,
+        gather_queries: Tensor::new(gather_queries, device)?,
+        gather_keys: Tensor::new(gather_keys, device)?,
+        scatter: Tensor::new(scatter, device)?,
+        mask: mask.to_device(device)?,
+    })
+}
+
+/// What a forward pass keeps: each layer's input, and that of the final norm.
+pub(super) struct ComposedTape {
+    inputs: Vec<Tensor>,
+}
+
+/// Returns the hidden states `[n, hidden]` and the tape of their backward pass.
+pub(super) fn forward(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    adapters: Adapters,
+) -> Result<(Tensor, ComposedTape), ModelError> {
+    let pass = Pass::new(decoder, batch, adapters, true)?;
+    let mut inputs = vec![pass.embed()?.detach()];
+    for (index, layer) in decoder.layers().iter().enumerate() {
+        // Detaching frees the layer's graph at once.
+        let output = pass.layer(layer, &inputs[index])?.detach();
+        inputs.push(output);
+    }
+    let hidden = pass
+        .norm(&inputs[inputs.len() - 1], decoder.norm())?
+        .detach();
+    Ok((hidden, ComposedTape { inputs }))
+}
+
+/// Adds the gradients of all variables below the hidden states.
+pub(super) fn backward(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    mut tape: ComposedTape,
+    dhidden: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<(), ModelError> {
+    let pass = Pass::new(decoder, batch, Adapters::On, true)?;
+    let last = tape
+        .inputs
+        .pop()
+        .expect("one input for each layer and one for the norm");
+    let norm = [decoder.norm()];
+    let mut dx = chain(&last, dhidden, &norm, gradients, |x| {
+        pass.norm(x, decoder.norm())
+    })?;
+    for layer in decoder.layers().iter().rev() {
+        let input = tape.inputs.pop().expect("one input for each layer");
+        let parameters = layer.parameters();
+        dx = chain(&input, &dx, &parameters, gradients, |x| {
+            pass.layer(layer, x)
+        })?;
+    }
+    if let Some(slot) = decoder.embedding().slot() {
+        let embedding = decoder.embedding().tensor();
+        let tokens = Tensor::new(batch.tokens(), decoder.device())?;
+        let sum =
+            embedding
+                .zeros_like()?
+                .index_add(&tokens, &dx.to_dtype(embedding.dtype())?, 0)?;
+        gradients.add_tensor(slot, &sum)?;
+    }
+    Ok(())
+}
+
+/// Returns the gradient of `input` through `f`, and adds those of the parameters.
+fn chain(
+    input: &Tensor,
+    doutput: &Tensor,
+    parameters: &[&Parameter],
+    gradients: &mut Gradients,
+    f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
+) -> Result<Tensor, ModelError> {
+    let input = Var::from_tensor(input)?;
+    let output = f(input.as_tensor())?;
+    let store = (output * doutput)?.sum_all()?.backward()?;
+    for parameter in parameters {
+        if let Some(slot) = parameter.slot() {
+            let gradient = store.get(parameter.tensor());
+            let missing = || ModelError::MissingTensor {
+                name: parameter.name().to_owned(),
+            };
+            gradients.add_tensor(slot, gradient.ok_or_else(missing)?)?;
+        }
+    }
+    let dinput = store.get(input.as_tensor());
+    let missing = || ModelError::MissingTensor {
+        name: "gradient of a layer's input".to_owned(),
+    };
+    Ok(dinput.ok_or_else(missing)?.detach())
+}
+
+/// Returns the hidden states of new tokens and appends their keys and values to the cache.
+pub(super) fn hidden_cached(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    cache: &mut KvCache,
+    rows: &[RowId],
+) -> Result<Tensor, ModelError> {
+    let pass = Pass::new(decoder, batch, Adapters::On, false)?;
+    let mut taken = cache.take_tensors(rows, batch.len())?;
+    for (segment, row) in batch.segments().iter().zip(&taken) {
+        let first = batch
+            .positions()
+            .get(segment.start)
+            .map_or(row.len, |&p| p as usize);
+        if !segment.is_empty() && first != row.len {
+            let what = "first position of a segment against its cache row";
+            return Err(ModelError::Mismatch {
+                what,
+                found: first,
+                expected: row.len,
+            });
+        }
+    }
+    let mut x = pass.embed()?;
+    for (index, layer) in decoder.layers().iter().enumerate() {
+        let normed = pass.norm(&x, &layer.input_norm)?;
+        let (q, k, v) = pass.project(layer, &normed)?;
+        let mut parts = Vec::with_capacity(taken.len());
+        for (segment, row) in batch.segments().iter().zip(&mut taken) {
+            if !segment.is_empty() {
+                parts.push(attend_row(decoder, index, segment, row, &q, &k, &v)?);
+            }
+        }
+        x = pass.finish(layer, &x, &Tensor::cat(&parts, 0)?)?.detach();
+    }
+    for (segment, row) in batch.segments().iter().zip(&mut taken) {
+        row.len += segment.len();
+    }
+    cache.restore_tensors(rows, taken);
+    Ok(pass.norm(&x, decoder.norm())?.detach())
+}
+
+/// Appends one segment's keys and values to its row and attends; returns `[t, heads * head_dim]`.
+fn attend_row(
+    decoder: &Decoder,
+    layer: usize,
+    segment: &Range<usize>,
+    row: &mut TensorRow,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let config = decoder.config();
+    let (heads, kv_heads, dim) = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    );
+    let t = segment.len();
+    let take = |x: &Tensor| x.narrow(0, segment.start, t)?.transpose(0, 1)?.contiguous();
+    let (new_keys, new_values) = (take(k)?, take(v)?);
+    let (keys, values) = match row.layers.get(layer) {
+        Some((keys, values)) => (
+            Tensor::cat(&[keys, &new_keys], 1)?,
+            Tensor::cat(&[values, &new_values], 1)?,
+        ),
+        None => (new_keys, new_values),
+    };
+    let seen = keys.dim(1)?;
+    let q = take(q)?.reshape((kv_heads, heads / kv_heads * t, dim))?;
+    let scores = (q.matmul(&keys.transpose(1, 2)?.contiguous()?)? * (1.0 / (dim as f64).sqrt()))?;
+    let mask: Vec<f64> = (0..t)
+        .flat_map(|query| {
+            let visible = seen - t + query;
+            (0..seen).map(move |key| {
+                if key <= visible {
+                    0.0
+                } else {
+                    f64::NEG_INFINITY
+                }
+            })
+        })
+        .collect();
+    let wide = if decoder.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    let mask = Tensor::from_vec(mask, (t, seen), &Device::Cpu)?.to_dtype(wide)?;
+    let mask = mask.to_device(decoder.device())?;
+    let probabilities = masked_softmax(&scores.reshape((heads, t, seen))?, &mask)?;
+    let attended = probabilities
+        .reshape((kv_heads, heads / kv_heads * t, seen))?
+        .matmul(&values)?;
+    match row.layers.get_mut(layer) {
+        Some(slot) => *slot = (keys, values),
+        None => row.layers.push((keys, values)),
+    }
+    attended
+        .reshape((heads, t, dim))?
+        .transpose(0, 1)?
+        .contiguous()?
+        .reshape((t, heads * dim))
+}

@@ -1,0 +1,722 @@
+//! The decoder and its passes.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{DType, Device, Tensor, Var};
+use fs_err as fs;
+
+use super::composed::{self, ComposedTape};
+use super::fused::{self, FusedRope, FusedTape};
+use super::gradients::Gradients;
+use super::linear::{Linear, Parameter, ParameterBuilder};
+use super::lora::{LoraAdapter, LoraConfig};
+use super::ops::{HeadShape, Values};
+use super::weights::{Weights, io_error, tensor_shapes, write_safetensors};
+use super::{ModelConfig, ModelError, PackedBatch};
+use crate::engine::kv_cache::{KvCache, RowId};
+
+/// Which weights a training run may change.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Trainable {
+    /// None: inference only.
+    Frozen,
+    /// All of them.
+    Full,
+    /// A fresh adapter beside frozen weights.
+    Lora(LoraConfig),
+}
+
+/// Whether a pass adds the adapters' updates. Without them an adapted model is its own reference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adapters {
+    /// The policy.
+    On,
+    /// The base model.
+    Off,
+}
+
+/// One decoder layer.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub(super) input_norm: Parameter,
+    // attention
+    pub(super) q_proj: Linear,
+    pub(super) k_proj: Linear,
+    pub(super) v_proj: Linear,
+    pub(super) q_norm: Option<Parameter>,
+    pub(super) k_norm: Option<Parameter>,
+    pub(super) o_proj: Linear,
+    pub(super) post_norm: Parameter,
+    // feed-forward
+    pub(super) gate_proj: Linear,
+    pub(super) up_proj: Linear,
+    pub(super) down_proj: Linear,
+}
+
+impl Layer {
+    fn linears(&self) -> [&Linear; 7] {
+        [
+            &self.q_proj,
+            &self.k_proj,
+            &self.v_proj,
+            &self.o_proj,
+            &self.gate_proj,
+            &self.up_proj,
+            &self.down_proj,
+        ]
+    }
+
+    pub(super) fn parameters(&self) -> Vec<&Parameter> {
+        let mut parameters = vec![&self.input_norm, &self.post_norm];
+        parameters.extend(&self.q_norm);
+        parameters.extend(&self.k_norm);
+        for linear in self.linears() {
+            parameters.push(&linear.weight);
+            parameters.extend(linear.lora.iter().flat_map(|lora| [&lora.a, &lora.b]));
+        }
+        parameters
+    }
+}
+
+/// A decoder-only language model.
+#[derive(Debug)]
+pub struct Decoder {
+    config: ModelConfig,
+    device: Device,
+    dtype: DType,
+    lora: Option<LoraConfig>,
+    embedding: Parameter,
+    layers: Vec<Layer>,
+    norm: Parameter,
+    /// Absent if the head is the embedding.
+    head: Option<Parameter>,
+    variables: Vec<(String, Var)>,
+    /// Present if the passes run on our own kernels.
+    rope: Option<FusedRope>,
+    version: AtomicU64,
+}
+
+/// What a forward pass keeps for its backward pass. Valid until the weights change.
+pub struct Tape {
+    batch: PackedBatch,
+    version: u64,
+    kind: TapeKind,
+}
+
+enum TapeKind {
+    F32(FusedTape<f32>),
+    F64(FusedTape<f64>),
+    Composed(ComposedTape),
+}
+
+impl std::fmt::Debug for Tape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tokens = self.batch.len();
+        f.debug_struct("Tape")
+            .field("tokens", &tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Decoder {
+    /// Builds a decoder from named tensors (`model.layers.0.self_attn.q_proj.weight`).
+    ///
+    /// On the CPU half-precision weights are widened to `f32`; `f64` weights stay. `seed` initialises
+    /// the adapter of [`Trainable::Lora`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if a tensor is missing, left over or of another shape than `config` says, or if the
+    /// weights to train are in half precision.
+    pub fn new(
+        config: ModelConfig,
+        weights: impl Into<Weights>,
+        device: &Device,
+        trainable: &Trainable,
+        seed: u64,
+    ) -> Result<Self, ModelError> {
+        Self::build(
+            config,
+            weights.into(),
+            device,
+            trainable,
+            seed,
+            device.is_cpu(),
+        )
+    }
+
+    /// Builds a decoder on plain tensor operations, whatever the device: the twin of the CPU kernels
+    /// in tests.
+    #[cfg(test)]
+    pub(crate) fn new_composed(
+        config: ModelConfig,
+        weights: Weights,
+        device: &Device,
+        trainable: &Trainable,
+        seed: u64,
+    ) -> Result<Self, ModelError> {
+        Self::build(config, weights, device, trainable, seed, false)
+    }
+
+    fn build(
+        config: ModelConfig,
+        weights: Weights,
+        device: &Device,
+        trainable: &Trainable,
+        seed: u64,
+        is_fused: bool,
+    ) -> Result<Self, ModelError> {
+        config.validate()?;
+        if let Trainable::Lora(lora) = trainable {
+            lora.validate()?;
+        }
+        let stored = weights
+            .get("model.embed_tokens.weight")
+            .map_or(DType::F32, Tensor::dtype);
+        let dtype = match stored {
+            DType::F64 => DType::F64,
+            DType::BF16 | DType::F16 if !is_fused => stored,
+            _ => DType::F32,
+        };
+        if matches!(trainable, Trainable::Full) && matches!(dtype, DType::BF16 | DType::F16) {
+            return Err(ModelError::Unsupported {
+                field: "dtype",
+                found: dtype.as_str().to_owned(),
+                supported: "`float32` for full fine-tuning, where updates vanish in half precision",
+            });
+        }
+        let lora = match trainable {
+            Trainable::Lora(lora) => Some(lora.clone()),
+            _ => None,
+        };
+        let mut builder = ParameterBuilder::new(weights, trainable, dtype, device, seed, is_fused);
+        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        let embedding =
+            builder.take_matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)?;
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| take_layer(&mut builder, &config, index))
+            .collect::<Result<Vec<_>, _>>()?;
+        let norm = builder.take("model.norm.weight".to_owned(), hidden)?;
+        let head = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(builder.take_matrix("lm_head.weight".to_owned(), vocab, hidden)?)
+        };
+        let variables = builder.finish()?;
+        let rope = is_fused.then(|| FusedRope::new(dtype, config.head_dim, config.rope_theta));
+        Ok(Self {
+            config,
+            device: device.clone(),
+            dtype,
+            lora,
+            embedding,
+            layers,
+            norm,
+            head,
+            variables,
+            rope,
+            version: AtomicU64::new(0),
+        })
+    }
+
+    // === What it is ===
+
+    /// Returns the shape of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Returns the device that holds the weights.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns the type of the weights.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the adapter's configuration, if there is one.
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref()
+    }
+
+    /// Returns the number of weights, adapters not counted.
+    pub fn parameter_count(&self) -> usize {
+        tensor_shapes(&self.config)
+            .iter()
+            .map(|(_, shape)| shape.iter().product::<usize>())
+            .sum()
+    }
+
+    /// Returns a number that grows with every update of the weights.
+    ///
+    /// A cache row filled at another version belongs to another policy.
+    pub fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// Says that the variables were changed: an optimizer calls it after writing to them.
+    pub fn mark_updated(&self) {
+        self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Returns the trainable variables with their names, in a fixed order.
+    pub fn variables(&self) -> &[(String, Var)] {
+        &self.variables
+    }
+
+    /// Returns zero gradients for the variables.
+    pub fn zero_gradients(&self) -> Gradients {
+        let variables = self
+            .variables
+            .iter()
+            .map(|(name, var)| (name.clone(), var.shape().clone()))
+            .collect();
+        Gradients::zeros(variables, self.dtype, &self.device, self.rope.is_some())
+    }
+
+    /// Returns an empty cache for at most `max_tokens` tokens.
+    pub fn new_cache(&self, max_tokens: usize) -> KvCache {
+        let layers = self.config.num_hidden_layers;
+        KvCache::new(
+            layers,
+            self.head_shape(),
+            self.dtype,
+            self.rope.is_some(),
+            max_tokens,
+        )
+    }
+
+    pub(crate) fn head_shape(&self) -> HeadShape {
+        HeadShape {
+            heads: self.config.num_attention_heads,
+            kv_heads: self.config.num_key_value_heads,
+            head_dim: self.config.head_dim,
+        }
+    }
+
+    pub(crate) fn is_fused(&self) -> bool {
+        self.rope.is_some()
+    }
+
+    pub(super) fn fused_rope(&self) -> &FusedRope {
+        self.rope
+            .as_ref()
+            .expect("the fused passes run only where it is present")
+    }
+
+    pub(super) fn embedding(&self) -> &Parameter {
+        &self.embedding
+    }
+
+    pub(super) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    pub(super) fn norm(&self) -> &Parameter {
+        &self.norm
+    }
+
+    /// Returns the output head `[vocab, hidden]`: the embedding if they are tied.
+    pub(crate) fn head(&self) -> &Parameter {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    // === Passes ===
+
+    fn check(&self, batch: &PackedBatch) -> Result<(), ModelError> {
+        batch.check(self.config.vocab_size, self.config.max_position_embeddings)
+    }
+
+    /// Returns the hidden states `[n, hidden]` behind the final norm, without a backward pass.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a token or a position is out of range, or if the tensor library does.
+    pub fn hidden(&self, batch: &PackedBatch, adapters: Adapters) -> Result<Tensor, ModelError> {
+        self.check(batch)?;
+        if batch.is_empty() {
+            return Ok(Tensor::zeros(
+                (0, self.config.hidden_size),
+                self.dtype,
+                &self.device,
+            )?);
+        }
+        match self.kind() {
+            Kind::F32 => fused::hidden_tensor(self, fused::hidden::<f32>(self, batch, adapters)?),
+            Kind::F64 => fused::hidden_tensor(self, fused::hidden::<f64>(self, batch, adapters)?),
+            Kind::Composed => Ok(composed::forward(self, batch, adapters)?.0),
+        }
+    }
+
+    /// Returns the hidden states `[n, hidden]` behind the final norm, and the tape of their backward
+    /// pass.
+    ///
+    /// With `recompute` the tape holds each layer's input only, and the backward pass runs each
+    /// layer again: a third more time for a small part of the memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a token or a position is out of range, or if the tensor library does.
+    pub fn forward(
+        &self,
+        batch: &PackedBatch,
+        recompute: bool,
+    ) -> Result<(Tensor, Tape), ModelError> {
+        self.check(batch)?;
+        let (hidden, kind) = match self.kind() {
+            Kind::F32 => {
+                let (hidden, tape) = fused::forward::<f32>(self, batch, recompute)?;
+                (fused::hidden_tensor(self, hidden)?, TapeKind::F32(tape))
+            }
+            Kind::F64 => {
+                let (hidden, tape) = fused::forward::<f64>(self, batch, recompute)?;
+                (fused::hidden_tensor(self, hidden)?, TapeKind::F64(tape))
+            }
+            Kind::Composed => {
+                let (hidden, tape) = composed::forward(self, batch, Adapters::On)?;
+                (hidden, TapeKind::Composed(tape))
+            }
+        };
+        Ok((
+            hidden,
+            Tape {
+                batch: batch.clone(),
+                version: self.version(),
+                kind,
+            },
+        ))
+    }
+
+    /// Adds the gradients of all variables below the hidden states, given the gradient `dhidden`
+    /// `[n, hidden]` of the loss with respect to them.
+    ///
+    /// The output head lies above the hidden states; whoever computes the loss adds its gradient.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the weights changed since the forward pass, if `dhidden` or `gradients` belong to
+    /// another batch or model, or if the tensor library does.
+    pub fn backward(
+        &self,
+        tape: Tape,
+        dhidden: &Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<(), ModelError> {
+        let Tape {
+            batch,
+            version,
+            kind,
+        } = tape;
+        if version != self.version() {
+            return Err(ModelError::StaleTape {
+                tape: version,
+                weights: self.version(),
+            });
+        }
+        let expected = [batch.len(), self.config.hidden_size];
+        if dhidden.dims() != expected {
+            return Err(ModelError::TensorShape {
+                name: "dhidden".to_owned(),
+                expected: expected.to_vec(),
+                found: dhidden.dims().to_vec(),
+            });
+        }
+        if !gradients.fit(self.variables.len(), self.dtype, self.is_fused()) {
+            return Err(ModelError::Mismatch {
+                what: "gradients against the model's variables",
+                found: gradients.len(),
+                expected: self.variables.len(),
+            });
+        }
+        let dhidden = dhidden.contiguous()?;
+        match kind {
+            TapeKind::F32(tape) => {
+                fused::backward(self, &batch, tape, &Values::of(&dhidden)?, gradients)
+            }
+            TapeKind::F64(tape) => {
+                fused::backward(self, &batch, tape, &Values::of(&dhidden)?, gradients)
+            }
+            TapeKind::Composed(tape) => composed::backward(self, &batch, tape, &dhidden, gradients),
+        }
+    }
+
+    /// Returns the hidden states `[n, hidden]` of new tokens, and appends their keys and values to
+    /// the cache. Segment `i` of the batch continues `rows[i]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a token or a position is out of range, if a segment does not start where its row
+    /// ends, if a row is unknown or named twice, if the cache is full, or if the tensor library
+    /// fails. The cache's rows are then as before.
+    pub fn hidden_cached(
+        &self,
+        batch: &PackedBatch,
+        cache: &mut KvCache,
+        rows: &[RowId],
+    ) -> Result<Tensor, ModelError> {
+        self.check(batch)?;
+        if rows.len() != batch.segments().len() {
+            return Err(ModelError::Mismatch {
+                what: "cache rows against segments",
+                found: rows.len(),
+                expected: batch.segments().len(),
+            });
+        }
+        if let Some(history) = batch.histories().iter().find(|history| !history.is_empty()) {
+            // A child's history is in the batch, a row's in the cache: fork the row instead.
+            let what = "ancestors of a segment in a cached pass";
+            return Err(ModelError::Mismatch {
+                what,
+                found: history.len(),
+                expected: 0,
+            });
+        }
+        if batch.is_empty() {
+            return Ok(Tensor::zeros(
+                (0, self.config.hidden_size),
+                self.dtype,
+                &self.device,
+            )?);
+        }
+        match self.kind() {
+            Kind::F32 => {
+                let hidden = fused::hidden_cached::<f32>(self, batch, cache, rows)?;
+                fused::hidden_tensor(self, hidden)
+            }
+            Kind::F64 => {
+                let hidden = fused::hidden_cached::<f64>(self, batch, cache, rows)?;
+                fused::hidden_tensor(self, hidden)
+            }
+            Kind::Composed => composed::hidden_cached(self, batch, cache, rows),
+        }
+    }
+
+    /// Returns the logits `[m, vocab]` of hidden states `[m, hidden]`, in `f32` (`f64` for an `f64`
+    /// model).
+    ///
+    /// # Errors
+    ///
+    /// Fails if the shape is another, or if the tensor library does.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
+        let (rows, width) = hidden.dims2()?;
+        if width != self.config.hidden_size {
+            return Err(ModelError::Mismatch {
+                what: "width of the hidden states",
+                found: width,
+                expected: self.config.hidden_size,
+            });
+        }
+        let shape = (rows, self.config.vocab_size);
+        let hidden = hidden.contiguous()?;
+        match self.kind() {
+            Kind::F32 => {
+                let logits = fused::logits::<f32>(self, &Values::of(&hidden)?, rows)?;
+                Ok(Tensor::from_vec(logits, shape, &self.device)?)
+            }
+            Kind::F64 => {
+                let logits = fused::logits::<f64>(self, &Values::of(&hidden)?, rows)?;
+                Ok(Tensor::from_vec(logits, shape, &self.device)?)
+            }
+            Kind::Composed => {
+                let logits = hidden.matmul(&self.head().tensor().t()?)?.detach();
+                let wide = if self.dtype == DType::F64 {
+                    DType::F64
+                } else {
+                    DType::F32
+                };
+                Ok(logits.to_dtype(wide)?)
+            }
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        match (&self.rope, self.dtype) {
+            (None, _) => Kind::Composed,
+            (Some(_), DType::F64) => Kind::F64,
+            (Some(_), _) => Kind::F32,
+        }
+    }
+
+    // === Checkpoints ===
+
+    /// Returns every weight by its Hugging Face name, sorted by name; adapters are left out.
+    ///
+    /// The tensors share the model's storage: copy them to keep them.
+    pub fn weights(&self) -> Vec<(String, Tensor)> {
+        let mut weights: Vec<(String, Tensor)> = [&self.embedding, &self.norm]
+            .into_iter()
+            .chain(&self.head)
+            .chain(self.layers.iter().flat_map(Layer::parameters))
+            .filter(|parameter| !parameter.name().contains(".lora_"))
+            .map(|parameter| (parameter.name().to_owned(), parameter.tensor().detach()))
+            .collect();
+        weights.sort_by(|a, b| a.0.cmp(&b.0));
+        weights
+    }
+
+    /// Returns every weight with the adapter's update added: `W + alpha / rank * B A`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the tensor library does.
+    pub fn merged_weights(&self) -> Result<Vec<(String, Tensor)>, ModelError> {
+        let mut updates = HashMap::new();
+        for linear in self.layers.iter().flat_map(Layer::linears) {
+            if let Some(lora) = &linear.lora {
+                let (a, b) = (lora.a.tensor().detach(), lora.b.tensor().detach());
+                updates.insert(linear.weight.name(), (b.matmul(&a)? * lora.scale)?);
+            }
+        }
+        self.weights()
+            .into_iter()
+            .map(|(name, weight)| match updates.get(name.as_str()) {
+                Some(update) => {
+                    let merged = (weight.to_dtype(update.dtype())? + update)?;
+                    Ok((name, merged.to_dtype(weight.dtype())?))
+                }
+                None => Ok((name, weight)),
+            })
+            .collect()
+    }
+
+    /// Writes `config.json` and `model.safetensors`, which transformers loads. An adapter is merged.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file cannot be written.
+    pub fn save(&self, folder: &Path) -> Result<(), ModelError> {
+        fs::create_dir_all(folder).map_err(|source| io_error(folder, source))?;
+        let path = folder.join("config.json");
+        fs::write(&path, self.config.to_json()).map_err(|source| io_error(&path, source))?;
+        write_safetensors(&folder.join("model.safetensors"), &self.merged_weights()?)
+    }
+
+    /// Returns the adapter, if there is one. Its tensors share the model's storage.
+    pub fn adapter(&self, base_model: Option<&str>) -> Option<LoraAdapter> {
+        let config = self.lora.clone()?;
+        let tensors = self
+            .variables
+            .iter()
+            .map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+        Some(LoraAdapter {
+            config,
+            base_model: base_model.map(str::to_owned),
+            tensors: tensors.collect(),
+        })
+    }
+
+    /// Sets the variables from named tensors, as they stand in [`Decoder::variables`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if a tensor is missing, left over or of another shape; the model is then unchanged.
+    pub fn set_variables(&self, tensors: &HashMap<String, Tensor>) -> Result<(), ModelError> {
+        let mut values = Vec::with_capacity(self.variables.len());
+        for (name, var) in &self.variables {
+            let Some(tensor) = tensors.get(name) else {
+                return Err(ModelError::MissingTensor { name: name.clone() });
+            };
+            if tensor.shape() != var.shape() {
+                return Err(ModelError::TensorShape {
+                    name: name.clone(),
+                    expected: var.dims().to_vec(),
+                    found: tensor.dims().to_vec(),
+                });
+            }
+            // Copied, since a variable cannot be set from its own storage.
+            values.push(
+                tensor
+                    .to_device(&self.device)?
+                    .to_dtype(var.dtype())?
+                    .copy()?,
+            );
+        }
+        if tensors.len() > self.variables.len() {
+            let known = |name: &String| self.variables.iter().any(|(known, _)| known == name);
+            if let Some(name) = tensors.keys().filter(|name| !known(name)).min() {
+                return Err(ModelError::UnexpectedTensor { name: name.clone() });
+            }
+        }
+        for ((_, var), value) in self.variables.iter().zip(values) {
+            var.set(&value)?;
+        }
+        self.mark_updated();
+        Ok(())
+    }
+
+    /// Sets the adapter's tensors. The adapter must have this model's rank, scale and targets.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the model has no adapter or another one.
+    pub fn load_adapter(&self, adapter: &LoraAdapter) -> Result<(), ModelError> {
+        let Some(config) = &self.lora else {
+            return Err(ModelError::Unsupported {
+                field: "adapter",
+                found: "a model without an adapter".to_owned(),
+                supported: "a decoder built with `Trainable::Lora` of the adapter's configuration",
+            });
+        };
+        if config.rank != adapter.config.rank {
+            let (found, expected) = (adapter.config.rank, config.rank);
+            return Err(ModelError::Mismatch {
+                what: "rank of the adapter",
+                found,
+                expected,
+            });
+        }
+        #[expect(clippy::float_cmp, reason = "both come from a file")]
+        if config.alpha != adapter.config.alpha {
+            return Err(ModelError::InvalidConfig {
+                field: "lora_alpha",
+                reason: format!(
+                    "{} in the adapter, {} here",
+                    adapter.config.alpha, config.alpha
+                ),
+            });
+        }
+        self.set_variables(&adapter.tensors)
+    }
+}
+
+enum Kind {
+    F32,
+    F64,
+    Composed,
+}
+
+fn take_layer(
+    builder: &mut ParameterBuilder<'_>,
+    config: &ModelConfig,
+    index: usize,
+) -> Result<Layer, ModelError> {
+    let hidden = config.hidden_size;
+    let queries = config.num_attention_heads * config.head_dim;
+    let keys = config.num_key_value_heads * config.head_dim;
+    let inner = config.intermediate_size;
+    let path = |name: &str| format!("model.layers.{index}.{name}");
+    let weight = |name: &str| format!("model.layers.{index}.{name}.weight");
+    let head_norm = |builder: &mut ParameterBuilder<'_>, name: &str| {
+        config
+            .has_qk_norm()
+            .then(|| builder.take(weight(name), config.head_dim))
+            .transpose()
+    };
+    Ok(Layer {
+        input_norm: builder.take(weight("input_layernorm"), hidden)?,
+        q_proj: builder.take_linear(&path("self_attn.q_proj"), queries, hidden)?,
+        k_proj: builder.take_linear(&path("self_attn.k_proj"), keys, hidden)?,
+        v_proj: builder.take_linear(&path("self_attn.v_proj"), keys, hidden)?,
+        q_norm: head_norm(builder, "self_attn.q_norm")?,
+        k_norm: head_norm(builder, "self_attn.k_norm")?,
+        o_proj: builder.take_linear(&path("self_attn.o_proj"), hidden, queries)?,
+        post_norm: builder.take(weight("post_attention_layernorm"), hidden)?,
+        gate_proj: builder.take_linear(&path("mlp.gate_proj"), inner, hidden)?,
+        up_proj: builder.take_linear(&path("mlp.up_proj"), inner, hidden)?,
+        down_proj: builder.take_linear(&path("mlp.down_proj"), hidden, inner)?,
+    })
+}

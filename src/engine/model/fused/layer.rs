@@ -1,0 +1,467 @@
+//! One decoder layer: forward, backward, and forward with a cache.
+
+use super::super::decoder::Layer;
+use super::super::gradients::Gradients;
+use super::super::ops::{
+    Attention, HeadShape, PackedKeyValues, Turn, Values, Write, attend, attend_backward, rms_norm,
+    rms_norm_backward, rope, swiglu, swiglu_backward,
+};
+use super::super::{Adapters, ModelError};
+use super::{FusedReal, Pass, linear};
+use crate::engine::kv_cache::CachedRows;
+
+/// What a layer's forward pass keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Keep {
+    /// Nothing: there will be no backward pass.
+    Nothing,
+    /// The input: the backward pass runs the layer again.
+    Input,
+    /// All that the backward pass reads.
+    All,
+}
+
+/// The input of a layer, and what it made of it unless that is to be recomputed.
+pub(super) struct LayerTape<T> {
+    input: Vec<T>,
+    activations: Option<Activations<T>>,
+}
+
+/// Intermediate results, `[n, width]` each.
+struct Activations<T> {
+    attention: AttentionActivations<T>,
+    /// Residual stream between attention and feed-forward.
+    middle: Vec<T>,
+    feed_forward: FeedForwardActivations<T>,
+}
+
+struct AttentionActivations<T> {
+    normed: Vec<T>,
+    projected: Projected<T>,
+    /// Queries and keys before their norm, if they have one.
+    unnormed: Option<(Vec<T>, Vec<T>)>,
+    attended: Attention<T>,
+    output_low: Option<Vec<T>>,
+}
+
+/// Queries, keys and values as attention reads them, and each adapter's low-rank product.
+struct Projected<T> {
+    queries: Vec<T>,
+    keys: Vec<T>,
+    values: Vec<T>,
+    low: [Option<Vec<T>>; 3],
+}
+
+struct FeedForwardActivations<T> {
+    normed: Vec<T>,
+    gate: Vec<T>,
+    up: Vec<T>,
+    product: Vec<T>,
+    low: [Option<Vec<T>>; 3],
+}
+
+/// Runs the layer on `input` `[n, hidden]`.
+pub(super) fn forward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    input: Vec<T>,
+    keep: Keep,
+) -> Result<(Vec<T>, Option<LayerTape<T>>), ModelError> {
+    let shape = pass.decoder.head_shape();
+    let segments = pass.batch.segments();
+    let normed = normalise(pass, &input, layer.input_norm.tensor())?;
+    let (projected, unnormed) = project(pass, layer, &normed, keep == Keep::All)?;
+    let source = PackedKeyValues {
+        keys: &projected.keys,
+        values: &projected.values,
+        segments,
+        histories: pass.batch.histories(),
+        shape,
+    };
+    let attended = attend(&projected.queries, segments, shape, &source);
+    let mut middle = input.clone();
+    let output_low = add_attention_output(pass, layer, &attended, &mut middle)?;
+    let (output, feed_forward) = feed_forward(pass, layer, &middle)?;
+    let tape = match keep {
+        Keep::Nothing => None,
+        Keep::Input => Some(LayerTape {
+            input,
+            activations: None,
+        }),
+        Keep::All => {
+            let attention = AttentionActivations {
+                normed,
+                projected,
+                unnormed,
+                attended,
+                output_low,
+            };
+            let activations = Some(Activations {
+                attention,
+                middle,
+                feed_forward,
+            });
+            Some(LayerTape { input, activations })
+        }
+    };
+    Ok((output, tape))
+}
+
+/// Runs the layer on new tokens and appends their keys and values to `cached`.
+pub(super) fn forward_cached<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    index: usize,
+    mut x: Vec<T>,
+    cached: &mut CachedRows<T>,
+) -> Result<Vec<T>, ModelError> {
+    let segments = pass.batch.segments();
+    let normed = normalise(pass, &x, layer.input_norm.tensor())?;
+    let (projected, _) = project(pass, layer, &normed, false)?;
+    cached.write(index, segments, &projected.keys, &projected.values);
+    let attended = attend(
+        &projected.queries,
+        segments,
+        pass.decoder.head_shape(),
+        cached,
+    );
+    add_attention_output(pass, layer, &attended, &mut x)?;
+    Ok(feed_forward(pass, layer, &x)?.0)
+}
+
+fn normalise<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    x: &[T],
+    weight: &candle_core::Tensor,
+) -> Result<Vec<T>, ModelError> {
+    let weight = Values::<T>::of(weight)?;
+    let mut y = vec![T::ZERO; x.len()];
+    rms_norm(x, &weight, pass.decoder.config().rms_norm_eps, &mut y);
+    Ok(y)
+}
+
+type Unnormed<T> = Option<(Vec<T>, Vec<T>)>;
+
+fn project<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    normed: &[T],
+    keep: bool,
+) -> Result<(Projected<T>, Unnormed<T>), ModelError> {
+    let HeadShape {
+        heads,
+        kv_heads,
+        head_dim,
+    } = pass.decoder.head_shape();
+    let rows = pass.batch.len();
+    let run = |linear: &super::super::linear::Linear| {
+        let mut y = vec![T::ZERO; rows * linear.outputs];
+        let low = linear::forward(linear, normed, rows, pass.adapters, Write::Replace, &mut y)?;
+        Ok::<_, ModelError>((y, low))
+    };
+    let (mut queries, query_low) = run(&layer.q_proj)?;
+    let (mut keys, key_low) = run(&layer.k_proj)?;
+    let (values, value_low) = run(&layer.v_proj)?;
+    let mut unnormed = None;
+    if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+        let normed_queries = normalise(pass, &queries, q_norm.tensor())?;
+        let normed_keys = normalise(pass, &keys, k_norm.tensor())?;
+        let before = (
+            std::mem::replace(&mut queries, normed_queries),
+            std::mem::replace(&mut keys, normed_keys),
+        );
+        unnormed = keep.then_some(before);
+    }
+    let positions = pass.batch.positions();
+    rope(
+        &mut queries,
+        positions,
+        heads,
+        &pass.rope,
+        head_dim,
+        Turn::Forward,
+    );
+    rope(
+        &mut keys,
+        positions,
+        kv_heads,
+        &pass.rope,
+        head_dim,
+        Turn::Forward,
+    );
+    let low = [query_low, key_low, value_low];
+    Ok((
+        Projected {
+            queries,
+            keys,
+            values,
+            low,
+        },
+        unnormed,
+    ))
+}
+
+/// Adds the attention's output to the residual stream `x`.
+fn add_attention_output<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    attended: &Attention<T>,
+    x: &mut [T],
+) -> Result<Option<Vec<T>>, ModelError> {
+    let rows = pass.batch.len();
+    linear::forward(
+        &layer.o_proj,
+        &attended.output,
+        rows,
+        pass.adapters,
+        Write::Add,
+        x,
+    )
+}
+
+/// Returns the residual stream behind the feed-forward layer.
+fn feed_forward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    middle: &[T],
+) -> Result<(Vec<T>, FeedForwardActivations<T>), ModelError> {
+    let rows = pass.batch.len();
+    let adapters = pass.adapters;
+    let inner = layer.gate_proj.outputs;
+    let normed = normalise(pass, middle, layer.post_norm.tensor())?;
+    let mut gate = vec![T::ZERO; rows * inner];
+    let gate_low = linear::forward(
+        &layer.gate_proj,
+        &normed,
+        rows,
+        adapters,
+        Write::Replace,
+        &mut gate,
+    )?;
+    let mut up = vec![T::ZERO; rows * inner];
+    let up_low = linear::forward(
+        &layer.up_proj,
+        &normed,
+        rows,
+        adapters,
+        Write::Replace,
+        &mut up,
+    )?;
+    let mut product = vec![T::ZERO; rows * inner];
+    swiglu(&gate, &up, &mut product);
+    let mut output = middle.to_vec();
+    let down_low = linear::forward(
+        &layer.down_proj,
+        &product,
+        rows,
+        adapters,
+        Write::Add,
+        &mut output,
+    )?;
+    let low = [gate_low, up_low, down_low];
+    Ok((
+        output,
+        FeedForwardActivations {
+            normed,
+            gate,
+            up,
+            product,
+            low,
+        },
+    ))
+}
+
+/// Returns the gradient of the layer's input, given that of its output.
+pub(super) fn backward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    tape: LayerTape<T>,
+    doutput: Vec<T>,
+    gradients: &mut Gradients,
+) -> Result<Vec<T>, ModelError> {
+    let (input, activations) = match tape.activations {
+        Some(activations) => (tape.input, activations),
+        None => {
+            debug_assert_eq!(pass.adapters, Adapters::On, "training runs with adapters");
+            let (_, tape) = forward(pass, layer, tape.input, Keep::All)?;
+            let tape = tape.expect("asked for");
+            (tape.input, tape.activations.expect("asked for"))
+        }
+    };
+    let Activations {
+        attention,
+        middle,
+        feed_forward,
+    } = activations;
+    let dmiddle = feed_forward_backward(pass, layer, &middle, feed_forward, doutput, gradients)?;
+    attention_backward(pass, layer, &input, attention, dmiddle, gradients)
+}
+
+fn feed_forward_backward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    middle: &[T],
+    saved: FeedForwardActivations<T>,
+    mut doutput: Vec<T>,
+    gradients: &mut Gradients,
+) -> Result<Vec<T>, ModelError> {
+    let rows = pass.batch.len();
+    let FeedForwardActivations {
+        normed,
+        mut gate,
+        mut up,
+        product,
+        low,
+    } = saved;
+    let [gate_low, up_low, down_low] = &low;
+    let mut dproduct = vec![T::ZERO; product.len()];
+    linear::backward(
+        &layer.down_proj,
+        &product,
+        down_low.as_deref(),
+        &doutput,
+        rows,
+        Write::Replace,
+        &mut dproduct,
+        gradients,
+    )?;
+    swiglu_backward(&mut gate, &mut up, &dproduct);
+    let mut dnormed = vec![T::ZERO; normed.len()];
+    for (linear, low, dy, write) in [
+        (&layer.gate_proj, gate_low, &gate, Write::Replace),
+        (&layer.up_proj, up_low, &up, Write::Add),
+    ] {
+        let low = low.as_deref();
+        linear::backward(
+            linear,
+            &normed,
+            low,
+            dy,
+            rows,
+            write,
+            &mut dnormed,
+            gradients,
+        )?;
+    }
+    norm_backward(
+        pass,
+        &layer.post_norm,
+        middle,
+        &dnormed,
+        &mut doutput,
+        gradients,
+    )?;
+    Ok(doutput)
+}
+
+fn attention_backward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    input: &[T],
+    saved: AttentionActivations<T>,
+    mut dmiddle: Vec<T>,
+    gradients: &mut Gradients,
+) -> Result<Vec<T>, ModelError> {
+    let rows = pass.batch.len();
+    let shape = pass.decoder.head_shape();
+    let positions = pass.batch.positions();
+    let AttentionActivations {
+        normed,
+        projected,
+        unnormed,
+        attended,
+        output_low,
+    } = saved;
+    let mut dattended = vec![T::ZERO; attended.output.len()];
+    linear::backward(
+        &layer.o_proj,
+        &attended.output,
+        output_low.as_deref(),
+        &dmiddle,
+        rows,
+        Write::Replace,
+        &mut dattended,
+        gradients,
+    )?;
+    let source = PackedKeyValues {
+        keys: &projected.keys,
+        values: &projected.values,
+        segments: pass.batch.segments(),
+        histories: pass.batch.histories(),
+        shape,
+    };
+    let mut d = attend_backward(&projected.queries, &source, &attended, &dattended);
+    drop(dattended);
+    rope(
+        &mut d.queries,
+        positions,
+        shape.heads,
+        &pass.rope,
+        shape.head_dim,
+        Turn::Backward,
+    );
+    rope(
+        &mut d.keys,
+        positions,
+        shape.kv_heads,
+        &pass.rope,
+        shape.head_dim,
+        Turn::Backward,
+    );
+    if let (Some(q_norm), Some(k_norm), Some((queries, keys))) =
+        (&layer.q_norm, &layer.k_norm, &unnormed)
+    {
+        for (norm, x, dy) in [
+            (q_norm, queries, &mut d.queries),
+            (k_norm, keys, &mut d.keys),
+        ] {
+            let mut dx = vec![T::ZERO; x.len()];
+            norm_backward(pass, norm, x, dy, &mut dx, gradients)?;
+            *dy = dx;
+        }
+    }
+    let mut dnormed = vec![T::ZERO; normed.len()];
+    let [query_low, key_low, value_low] = &projected.low;
+    for (linear, low, dy, write) in [
+        (&layer.q_proj, query_low, &d.queries, Write::Replace),
+        (&layer.k_proj, key_low, &d.keys, Write::Add),
+        (&layer.v_proj, value_low, &d.values, Write::Add),
+    ] {
+        let low = low.as_deref();
+        linear::backward(
+            linear,
+            &normed,
+            low,
+            dy,
+            rows,
+            write,
+            &mut dnormed,
+            gradients,
+        )?;
+    }
+    norm_backward(
+        pass,
+        &layer.input_norm,
+        input,
+        &dnormed,
+        &mut dmiddle,
+        gradients,
+    )?;
+    Ok(dmiddle)
+}
+
+/// Adds a norm's gradient with respect to its input to `dx`.
+fn norm_backward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    norm: &super::super::linear::Parameter,
+    x: &[T],
+    dy: &[T],
+    dx: &mut [T],
+    gradients: &mut Gradients,
+) -> Result<(), ModelError> {
+    let eps = pass.decoder.config().rms_norm_eps;
+    let weight = Values::<T>::of(norm.tensor())?;
+    let dweight = norm.slot().map(|slot| T::sums(gradients, slot));
+    rms_norm_backward(x, &weight, eps, dy, dx, dweight);
+    Ok(())
+}

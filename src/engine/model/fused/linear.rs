@@ -1,0 +1,202 @@
+//! Linear layers with an optional adapter, forward and backward.
+
+use super::super::Adapters;
+use super::super::ModelError;
+use super::super::gradients::{GradientReal, Gradients};
+use super::super::linear::Linear;
+use super::super::ops::{self, Matrix, Real, WeightValues, Write, matmul};
+
+/// Writes or adds `x W^T + scale * (x A^T) B^T` to `y`, and returns `x A^T` if there is an adapter.
+pub(super) fn forward<T: Real>(
+    linear: &Linear,
+    x: &[T],
+    rows: usize,
+    adapters: Adapters,
+    write: Write,
+    y: &mut [T],
+) -> Result<Option<Vec<T>>, ModelError> {
+    let weight = WeightValues::<T>::of(linear.weight.tensor())?;
+    ops::linear(T::ONE, x, rows, weight.matrix(), write, y);
+    let Some(lora) = linear.lora.as_ref().filter(|_| adapters == Adapters::On) else {
+        return Ok(None);
+    };
+    let a = WeightValues::<T>::of(lora.a.tensor())?;
+    let b = WeightValues::<T>::of(lora.b.tensor())?;
+    let mut low = vec![T::ZERO; rows * lora.rank];
+    ops::linear(T::ONE, x, rows, a.matrix(), Write::Replace, &mut low);
+    let scale = T::from_f64(lora.scale);
+    ops::linear(scale, &low, rows, b.matrix(), Write::Add, y);
+    Ok(Some(low))
+}
+
+/// Adds the gradients of the layer's variables, and writes or adds that of `x` to `dx`.
+///
+/// `low` is what [`forward`] returned.
+pub(super) fn backward<T: GradientReal>(
+    linear: &Linear,
+    x: &[T],
+    low: Option<&[T]>,
+    dy: &[T],
+    rows: usize,
+    write: Write,
+    dx: &mut [T],
+    gradients: &mut Gradients,
+) -> Result<(), ModelError> {
+    let (inputs, outputs) = (linear.inputs, linear.outputs);
+    let dy = Matrix::new(dy, rows, outputs);
+    if let Some(slot) = linear.weight.slot() {
+        let x = Matrix::new(x, rows, inputs);
+        matmul(
+            T::ONE,
+            dy.t(),
+            x,
+            Write::Add,
+            T::sums(gradients, slot),
+            inputs,
+            true,
+        );
+    }
+    let weight = WeightValues::<T>::of(linear.weight.tensor())?;
+    matmul(T::ONE, dy, weight.matrix(), write, dx, inputs, true);
+    if let (Some(lora), Some(low)) = (&linear.lora, low) {
+        let rank = lora.rank;
+        let scale = T::from_f64(lora.scale);
+        let a = WeightValues::<T>::of(lora.a.tensor())?;
+        let b = WeightValues::<T>::of(lora.b.tensor())?;
+        let mut dlow = vec![T::ZERO; rows * rank];
+        matmul(scale, dy, b.matrix(), Write::Replace, &mut dlow, rank, true);
+        if let Some(slot) = lora.b.slot() {
+            let low = Matrix::new(low, rows, rank);
+            matmul(
+                scale,
+                dy.t(),
+                low,
+                Write::Add,
+                T::sums(gradients, slot),
+                rank,
+                true,
+            );
+        }
+        let dlow = Matrix::new(&dlow, rows, rank);
+        if let Some(slot) = lora.a.slot() {
+            let x = Matrix::new(x, rows, inputs);
+            matmul(
+                T::ONE,
+                dlow.t(),
+                x,
+                Write::Add,
+                T::sums(gradients, slot),
+                inputs,
+                true,
+            );
+        }
+        matmul(T::ONE, dlow, a.matrix(), Write::Add, dx, inputs, true);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Tensor, Var};
+
+    use super::*;
+    use crate::engine::model::linear::ParameterBuilder;
+    use crate::engine::model::tests_support::{GoldenCase, golden};
+    use crate::engine::model::{LoraConfig, Trainable, Weights};
+
+    /// The layer of a golden case, with its adapter.
+    fn layer(case: &GoldenCase) -> (Linear, Vec<(String, Var)>) {
+        let matrix = |key: &str| {
+            let rows = case.rows("inputs", key);
+            let shape = (rows.len(), rows[0].len());
+            Tensor::from_vec(rows.concat(), shape, &Device::Cpu).unwrap()
+        };
+        let (weight, a, b) = (matrix("W"), matrix("A"), matrix("B"));
+        let trainable = Trainable::Lora(LoraConfig {
+            rank: a.dim(0).unwrap(),
+            alpha: case.float("inputs", "alpha"),
+            target_modules: vec!["q_proj".to_owned()],
+        });
+        let (outputs, inputs) = weight.dims2().unwrap();
+        let weights = Weights::from([("q_proj.weight".to_owned(), weight)]);
+        let mut builder =
+            ParameterBuilder::new(weights, &trainable, DType::F64, &Device::Cpu, 0, true);
+        let linear = builder.take_linear("q_proj", outputs, inputs).unwrap();
+        let variables = builder.finish().unwrap();
+        variables[0].1.set(&a).unwrap();
+        variables[1].1.set(&b).unwrap();
+        (linear, variables)
+    }
+
+    fn run(linear: &Linear, x: &[f64], adapters: Adapters) -> (Vec<f64>, Option<Vec<f64>>) {
+        let mut y = vec![0.0; linear.outputs];
+        let low = forward(linear, x, 1, adapters, Write::Replace, &mut y).unwrap();
+        (y, low)
+    }
+
+    #[track_caller]
+    fn assert_close(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((found - expected).abs() < 1e-12, "{found} {expected}");
+        }
+    }
+
+    #[test]
+    fn a_fresh_adapter_adds_nothing_and_only_b_has_a_gradient() {
+        let case = golden("lora_forward_and_init_gradient");
+        let (linear, variables) = layer(&case);
+        let x = case.floats("inputs", "x");
+        let (y, low) = run(&linear, &x, Adapters::On);
+        assert_close(&y, &case.floats("expected", "y"));
+        assert_eq!(
+            y,
+            run(&linear, &x, Adapters::Off).0,
+            "the policy is its own reference"
+        );
+        let shapes = variables
+            .iter()
+            .map(|(name, var)| (name.clone(), var.shape().clone()))
+            .collect();
+        let mut gradients = Gradients::zeros(shapes, DType::F64, &Device::Cpu, true);
+        let dy = case.floats("inputs", "grad_y");
+        let mut dx = vec![0.0; 2];
+        backward(
+            &linear,
+            &x,
+            low.as_deref(),
+            &dy,
+            1,
+            Write::Replace,
+            &mut dx,
+            &mut gradients,
+        )
+        .unwrap();
+        let read = |index: usize| {
+            gradients
+                .tensor(index)
+                .unwrap()
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f64>()
+                .unwrap()
+        };
+        assert_eq!(read(0), case.rows("expected", "grad_A").concat());
+        assert_close(&read(1), &case.rows("expected", "grad_B").concat());
+    }
+
+    #[test]
+    fn a_trained_adapter_computes_what_the_merged_weight_does() {
+        let case = golden("lora_merged_equals_unmerged");
+        let (linear, _) = layer(&case);
+        let x = case.floats("inputs", "x");
+        let (y, _) = run(&linear, &x, Adapters::On);
+        assert_close(&y, &case.floats("expected", "y"));
+        let merged = case.rows("expected", "W_merged");
+        let product: Vec<f64> = merged
+            .iter()
+            .map(|row| row.iter().zip(&x).map(|(w, x)| w * x).sum())
+            .collect();
+        assert_close(&y, &product);
+    }
+}

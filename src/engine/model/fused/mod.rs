@@ -1,0 +1,236 @@
+//! The decoder on the CPU: forward passes, and a backward pass written by hand.
+//!
+//! Candle's autograd keeps every intermediate, allocates and adds a zero tensor for each gradient,
+//! and builds the gradients of frozen weights too. Here each layer keeps what its own backward pass
+//! reads and nothing else, weight gradients are summed in place over micro-batches, and frozen
+//! weights cost no more than their part of the chain rule. The plain-tensor twin in
+//! [`composed`](super::composed) differentiates through candle and must give the same numbers.
+
+mod layer;
+mod linear;
+
+use std::sync::Arc;
+
+use candle_core::DType;
+
+use super::decoder::Decoder;
+use super::gradients::{GradientReal, Gradients};
+use super::ops::{self, Real, RopeTable, Values, WeightValues, into_tensor};
+use super::{Adapters, ModelError, PackedBatch};
+use crate::engine::kv_cache::{CacheReal, KvCache, RowId};
+use layer::{Keep, LayerTape};
+
+/// What a forward pass on the CPU keeps for its backward pass.
+pub(super) struct FusedTape<T> {
+    layers: Vec<LayerTape<T>>,
+    /// Input of the final norm, `[n, hidden]`.
+    last: Vec<T>,
+}
+
+/// The number types that this pass is written for.
+pub(super) trait FusedReal: GradientReal + CacheReal {
+    fn rope(table: &FusedRope) -> &RopeTable<Self>;
+}
+
+/// Rotary tables in the numbers of the model.
+#[derive(Debug)]
+pub(super) enum FusedRope {
+    F32(RopeTable<f32>),
+    F64(RopeTable<f64>),
+}
+
+impl FusedRope {
+    pub(super) fn new(dtype: DType, head_dim: usize, theta: f64) -> Self {
+        match dtype {
+            DType::F64 => Self::F64(RopeTable::new(head_dim, theta)),
+            _ => Self::F32(RopeTable::new(head_dim, theta)),
+        }
+    }
+}
+
+impl FusedReal for f32 {
+    fn rope(table: &FusedRope) -> &RopeTable<Self> {
+        match table {
+            FusedRope::F32(table) => table,
+            FusedRope::F64(_) => unreachable!("the decoder dispatches on its own type"),
+        }
+    }
+}
+
+impl FusedReal for f64 {
+    fn rope(table: &FusedRope) -> &RopeTable<Self> {
+        match table {
+            FusedRope::F64(table) => table,
+            FusedRope::F32(_) => unreachable!("the decoder dispatches on its own type"),
+        }
+    }
+}
+
+/// What every layer of one pass shares.
+struct Pass<'a, T> {
+    decoder: &'a Decoder,
+    batch: &'a PackedBatch,
+    rope: Arc<ops::RopeRows<T>>,
+    adapters: Adapters,
+}
+
+impl<'a, T: FusedReal> Pass<'a, T> {
+    fn new(decoder: &'a Decoder, batch: &'a PackedBatch, adapters: Adapters) -> Self {
+        let positions = batch
+            .positions()
+            .iter()
+            .max()
+            .map_or(0, |&last| last as usize + 1);
+        let rope = T::rope(decoder.fused_rope()).rows(positions);
+        Self {
+            decoder,
+            batch,
+            rope,
+            adapters,
+        }
+    }
+
+    fn embed(&self) -> Result<Vec<T>, ModelError> {
+        let width = self.decoder.config().hidden_size;
+        let table = WeightValues::<T>::of(self.decoder.embedding().tensor())?;
+        let mut x = vec![T::ZERO; self.batch.len() * width];
+        table.copy_rows(self.batch.tokens(), &mut x);
+        Ok(x)
+    }
+
+    fn final_norm(&self, x: &[T]) -> Result<Vec<T>, ModelError> {
+        let weight = Values::<T>::of(self.decoder.norm().tensor())?;
+        let mut y = vec![T::ZERO; x.len()];
+        ops::rms_norm(x, &weight, self.decoder.config().rms_norm_eps, &mut y);
+        Ok(y)
+    }
+}
+
+/// Returns the hidden states `[n, hidden]` without keeping anything.
+pub(super) fn hidden<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    adapters: Adapters,
+) -> Result<Vec<T>, ModelError> {
+    let pass = Pass::<T>::new(decoder, batch, adapters);
+    let mut x = pass.embed()?;
+    for layer in decoder.layers() {
+        x = layer::forward(&pass, layer, x, Keep::Nothing)?.0;
+    }
+    pass.final_norm(&x)
+}
+
+/// Returns the hidden states and the tape of their backward pass.
+pub(super) fn forward<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    recompute: bool,
+) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let keep = if recompute { Keep::Input } else { Keep::All };
+    let mut x = pass.embed()?;
+    let mut layers = Vec::with_capacity(decoder.layers().len());
+    for layer in decoder.layers() {
+        let (y, tape) = layer::forward(&pass, layer, x, keep)?;
+        layers.extend(tape);
+        x = y;
+    }
+    let hidden = pass.final_norm(&x)?;
+    Ok((hidden, FusedTape { layers, last: x }))
+}
+
+/// Adds the gradients of all variables below the hidden states.
+pub(super) fn backward<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    tape: FusedTape<T>,
+    dhidden: &[T],
+    gradients: &mut Gradients,
+) -> Result<(), ModelError> {
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let eps = decoder.config().rms_norm_eps;
+    let mut dx = vec![T::ZERO; tape.last.len()];
+    {
+        let norm = decoder.norm();
+        let weight = Values::<T>::of(norm.tensor())?;
+        let dweight = norm.slot().map(|slot| T::sums(gradients, slot));
+        ops::rms_norm_backward(&tape.last, &weight, eps, dhidden, &mut dx, dweight);
+    }
+    drop(tape.last);
+    for (layer, tape) in decoder.layers().iter().zip(tape.layers).rev() {
+        dx = layer::backward(&pass, layer, tape, dx, gradients)?;
+    }
+    if let Some(slot) = decoder.embedding().slot() {
+        let width = decoder.config().hidden_size;
+        let sums = T::sums(gradients, slot);
+        for (&token, dx) in batch.tokens().iter().zip(dx.chunks_exact(width)) {
+            let sums = &mut sums[token as usize * width..(token as usize + 1) * width];
+            for (sum, &dx) in sums.iter_mut().zip(dx) {
+                *sum += dx;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the hidden states of new tokens and appends their keys and values to the cache.
+pub(super) fn hidden_cached<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    cache: &mut KvCache,
+    rows: &[RowId],
+) -> Result<Vec<T>, ModelError> {
+    let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    cache.with_blocks::<T, _>(rows, &added, |cached| {
+        for (segment, len) in batch.segments().iter().zip(cached.lengths()) {
+            let first = batch
+                .positions()
+                .get(segment.start)
+                .map_or(len, |&p| p as usize);
+            if !segment.is_empty() && first != len {
+                let what = "first position of a segment against its cache row";
+                return Err(ModelError::Mismatch {
+                    what,
+                    found: first,
+                    expected: len,
+                });
+            }
+        }
+        let mut x = pass.embed()?;
+        for (index, layer) in decoder.layers().iter().enumerate() {
+            x = layer::forward_cached(&pass, layer, index, x, cached)?;
+        }
+        pass.final_norm(&x)
+    })
+}
+
+/// Returns `logits = hidden W^T`, `[m, vocab]`, for `m` rows.
+pub(super) fn logits<T: Real>(
+    decoder: &Decoder,
+    hidden: &[T],
+    rows: usize,
+) -> Result<Vec<T>, ModelError> {
+    let config = decoder.config();
+    let weight = WeightValues::<T>::of(decoder.head().tensor())?;
+    let mut logits = vec![T::ZERO; rows * config.vocab_size];
+    ops::linear(
+        T::ONE,
+        hidden,
+        rows,
+        weight.matrix(),
+        ops::Write::Replace,
+        &mut logits,
+    );
+    Ok(logits)
+}
+
+/// Returns hidden states as a tensor `[n, hidden]`.
+pub(super) fn hidden_tensor<T: Real>(
+    decoder: &Decoder,
+    values: Vec<T>,
+) -> Result<candle_core::Tensor, ModelError> {
+    let width = decoder.config().hidden_size;
+    let rows = values.len() / width;
+    Ok(into_tensor(values, (rows, width))?)
+}

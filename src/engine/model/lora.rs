@@ -1,0 +1,322 @@
+//! Low-rank adapters (Hu et al. 2021) and their file format, that of PEFT.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use fs_err as fs;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::ModelError;
+use super::weights::{io_error, read_safetensors, write_safetensors};
+
+/// The linear layers of a decoder layer, in the order of their use.
+pub const LINEAR_MODULES: [&str; 7] = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+];
+
+const ADAPTER_CONFIG: &str = "adapter_config.json";
+const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+const PREFIX: &str = "base_model.model.";
+
+/// Which layers get an adapter, and how large.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoraConfig {
+    /// Rank of the update; 16 by default.
+    pub rank: usize,
+    /// The update is scaled by `alpha / rank`; 32 by default.
+    pub alpha: f64,
+    /// Names of the linear layers, alone or with a path before them; all seven by default.
+    pub target_modules: Vec<String>,
+}
+
+impl Default for LoraConfig {
+    fn default() -> Self {
+        let target_modules = LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect();
+        Self {
+            rank: 16,
+            alpha: 32.0,
+            target_modules,
+        }
+    }
+}
+
+impl LoraConfig {
+    /// Returns the factor of the low-rank product.
+    pub fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    /// Checks that the rank is positive and that every target is a layer we know.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the field at fault.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let invalid = |field, reason: String| Err(ModelError::InvalidConfig { field, reason });
+        if self.rank == 0 || self.rank > 4096 {
+            return invalid("rank", format!("{} is not in 1..=4096", self.rank));
+        }
+        if !(self.alpha > 0.0 && self.alpha.is_finite()) {
+            return invalid("alpha", format!("{} is not positive", self.alpha));
+        }
+        if self.target_modules.is_empty() {
+            return invalid(
+                "target_modules",
+                "empty: nothing would be trained".to_owned(),
+            );
+        }
+        for name in &self.target_modules {
+            let module = name.rsplit('.').next().unwrap_or_default();
+            if !LINEAR_MODULES.contains(&module) {
+                let known = LINEAR_MODULES.join("`, `");
+                return invalid("target_modules", format!("`{name}` is none of `{known}`"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether the linear layer at `path` (`model.layers.0.self_attn.q_proj`) is adapted: a
+    /// target names the whole path or, as PEFT has it, ends it.
+    pub(crate) fn adapts(&self, path: &str) -> bool {
+        self.target_modules.iter().any(|target| {
+            path.strip_suffix(target.as_str())
+                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        })
+    }
+}
+
+/// An adapter read from a folder that PEFT or we wrote.
+#[derive(Debug, Clone)]
+pub struct LoraAdapter {
+    /// Rank, scale and targets.
+    pub config: LoraConfig,
+    /// `base_model_name_or_path`, if the file says.
+    pub base_model: Option<String>,
+    /// Tensors by our names: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    pub tensors: HashMap<String, Tensor>,
+}
+
+/// `adapter_config.json`, as far as it changes the arithmetic.
+#[derive(Deserialize)]
+struct RawAdapterConfig {
+    peft_type: String,
+    r: usize,
+    lora_alpha: f64,
+    target_modules: OneOrMany,
+    base_model_name_or_path: Option<String>,
+    bias: Option<String>,
+    #[serde(flatten)]
+    rest: HashMap<String, Value>,
+}
+
+/// Fields of variants that are not implemented: each must be absent, null, false or empty.
+const VARIANTS: [&str; 15] = [
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "layer_replication",
+    "layers_to_transform",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "use_rslora",
+];
+
+fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(true) | Value::Number(_) | Value::String(_) => false,
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl LoraAdapter {
+    /// Returns the base model that the adapter in `folder` names, or `None` where `folder` is not
+    /// an adapter's or its file does not say.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `adapter_config.json` is there and damaged.
+    pub fn base_model_of(folder: &Path) -> Result<Option<String>, ModelError> {
+        let path = folder.join(ADAPTER_CONFIG);
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let text = fs::read_to_string(&path).map_err(|source| io_error(&path, source))?;
+        let raw: RawAdapterConfig =
+            serde_json::from_str(&text).map_err(|source| ModelError::Json { path, source })?;
+        Ok(raw.base_model_name_or_path)
+    }
+
+    /// Reads `adapter_config.json` and `adapter_model.safetensors` from a folder.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file is missing or damaged, or if the adapter uses a variant that is not
+    /// implemented: the message names the field.
+    pub fn load(folder: &Path, dtype: DType, device: &Device) -> Result<Self, ModelError> {
+        let path = folder.join(ADAPTER_CONFIG);
+        let text = fs::read_to_string(&path).map_err(|source| io_error(&path, source))?;
+        let raw: RawAdapterConfig =
+            serde_json::from_str(&text).map_err(|source| ModelError::Json {
+                path: path.clone(),
+                source,
+            })?;
+        let base_model = raw.base_model_name_or_path.clone();
+        let config = raw.resolve()?;
+        let path = folder.join(ADAPTER_WEIGHTS);
+        let mut tensors = HashMap::new();
+        for (name, tensor) in read_safetensors(&path, dtype, device)? {
+            let Some(name) = name.strip_prefix(PREFIX) else {
+                return Err(ModelError::UnexpectedTensor { name });
+            };
+            tensors.insert(name.to_owned(), tensor);
+        }
+        Ok(Self {
+            config,
+            base_model,
+            tensors,
+        })
+    }
+
+    /// Writes the adapter as PEFT does, so that `PeftModel.from_pretrained` loads the folder.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file cannot be written.
+    pub fn save(&self, folder: &Path) -> Result<(), ModelError> {
+        fs::create_dir_all(folder).map_err(|source| io_error(folder, source))?;
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "auto_mapping": null,
+            "base_model_name_or_path": self.base_model,
+            "revision": null,
+            "inference_mode": true,
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": self.config.target_modules,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+            "use_rslora": false,
+            "use_dora": false,
+            "modules_to_save": null,
+            "layers_to_transform": null,
+            "layers_pattern": null,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        });
+        let path = folder.join(ADAPTER_CONFIG);
+        fs::write(&path, format!("{config:#}")).map_err(|source| io_error(&path, source))?;
+        let mut tensors: Vec<(String, Tensor)> = (self.tensors.iter())
+            .map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor.clone()))
+            .collect();
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        write_safetensors(&folder.join(ADAPTER_WEIGHTS), &tensors)
+    }
+}
+
+impl RawAdapterConfig {
+    fn resolve(self) -> Result<LoraConfig, ModelError> {
+        let unsupported = |field, found: String, supported| {
+            Err(ModelError::Unsupported {
+                field,
+                found,
+                supported,
+            })
+        };
+        if self.peft_type != "LORA" {
+            return unsupported("peft_type", self.peft_type, "`LORA`");
+        }
+        if let Some(bias) = self.bias.filter(|bias| bias != "none") {
+            return unsupported("bias", bias, "`none`");
+        }
+        for field in VARIANTS {
+            if let Some(value) = self.rest.get(field).filter(|value| !is_unset(value)) {
+                return unsupported(field, value.to_string(), "null");
+            }
+        }
+        let target_modules = match self.target_modules {
+            OneOrMany::One(name) if name == "all-linear" => {
+                LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect()
+            }
+            OneOrMany::One(pattern) => {
+                return unsupported("target_modules", pattern, "a list of names, `all-linear`");
+            }
+            OneOrMany::Many(names) => names,
+        };
+        let config = LoraConfig {
+            rank: self.r,
+            alpha: self.lora_alpha,
+            target_modules,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_target_is_named() {
+        let config = LoraConfig {
+            target_modules: vec!["c_attn".to_owned()],
+            ..LoraConfig::default()
+        };
+        let message = config.validate().unwrap_err().to_string();
+        assert!(
+            message.starts_with("invalid `target_modules`: `c_attn` is none of"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn variants_that_change_the_arithmetic_are_refused() {
+        for (field, value) in [
+            ("use_rslora", json!(true)),
+            ("use_dora", json!(true)),
+            ("bias", json!("all")),
+            ("modules_to_save", json!(["lm_head"])),
+            ("rank_pattern", json!({"q_proj": 4})),
+            ("target_modules", json!(".*attn.*")),
+        ] {
+            let mut config = json!({
+                "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+            });
+            config[field] = value;
+            let raw: RawAdapterConfig = serde_json::from_value(config).unwrap();
+            let message = raw.resolve().unwrap_err().to_string();
+            assert!(
+                message.starts_with(&format!("unsupported `{field}`")),
+                "{message}"
+            );
+        }
+    }
+}

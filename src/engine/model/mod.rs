@@ -1,0 +1,43 @@
+//! The decoder: Qwen3 and Llama, full fine-tuning and adapters, one copy of the weights.
+//!
+//! [`Decoder`] serves the sampler and the trainer alike. Both call the same kernels on the same
+//! storage, so an optimizer step is visible to the next sampled token, and a token has the same
+//! log-probability, bit for bit, when it is sampled and when it is scored: rows never influence each
+//! other's rounding (see [`ops`]).
+//!
+//! * Inference: [`Decoder::hidden_cached`] then [`Decoder::logits`] of the tokens that matter.
+//! * Training: [`Decoder::forward`] gives hidden states and a [`Tape`]; the loss gives their gradient;
+//!   [`Decoder::backward`] adds the variables' gradients to [`Gradients`].
+//! * Scoring without gradients, with or without adapters: [`Decoder::hidden`].
+//!
+//! On the CPU the passes run on kernels of our own (`fused`); elsewhere on plain tensor operations
+//! (`composed`), differentiated by candle a layer at a time. Sequences are packed end to end, so there
+//! is no padding to mask and none to pay for.
+
+mod composed;
+mod config;
+mod decoder;
+mod error;
+mod fused;
+mod gradients;
+mod linear;
+mod lora;
+pub mod ops;
+mod packed;
+mod weights;
+
+#[cfg(test)]
+pub(crate) mod tests_support;
+
+#[cfg(test)]
+mod tests;
+
+pub use config::{ModelConfig, ModelType};
+pub use decoder::{Adapters, Decoder, Tape, Trainable};
+pub use error::ModelError;
+pub(crate) use gradients::GradientReal;
+pub use gradients::Gradients;
+pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig};
+pub use packed::PackedBatch;
+pub use weights::{Weights, load_weights, random_weights};
+pub(crate) use weights::{read_safetensors, write_safetensors};

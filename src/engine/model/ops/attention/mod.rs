@@ -1,0 +1,613 @@
+//! Causal grouped-query attention over packed sequences and trees of them.
+//!
+//! The forward kernel serves training, prefill and decoding alike: it takes the keys in blocks of
+//! [`KEYS_PER_BLOCK`], transposed, so that a query's scores come out a vector at a time. Each query's
+//! sums run in the order of the head's dimensions and of the keys, so that its result depends on
+//! nothing but the query and the keys before it.
+//!
+//! The backward kernel recomputes the probabilities from the saved log-sum-exp, a tile of queries at
+//! a time (Dao et al. 2022, algorithm 4): memory is one tile by the sequence's length, never its square.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{LANES, Matrix, Real, Write, lane_max, lane_sum, matmul, vectorized};
+
+/// Keys in one block: two AVX-512 registers of `f32` scores for each query.
+pub(crate) const KEYS_PER_BLOCK: usize = 2 * LANES;
+
+/// Queries that one task of the forward kernel takes.
+const QUERIES_PER_TASK: usize = 64;
+
+/// Queries whose probabilities the backward kernel holds at a time.
+const QUERIES_PER_TILE: usize = 128;
+
+/// Query rows that share each load of a key: as many as leave registers for the keys themselves.
+const ROWS: usize = 4;
+
+/// Number and width of the heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadShape {
+    /// Query heads.
+    pub(crate) heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub(crate) kv_heads: usize,
+    /// Width of one head.
+    pub(crate) head_dim: usize,
+}
+
+impl HeadShape {
+    /// Width of a token's queries.
+    pub(crate) fn query_width(self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Width of a token's keys.
+    pub(crate) fn key_width(self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    fn group(self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    fn scale(self) -> f64 {
+        1.0 / (self.head_dim as f64).sqrt()
+    }
+}
+
+/// Returns the elements of one block of one head: transposed keys, then values.
+pub(crate) fn key_block_len(head_dim: usize) -> usize {
+    2 * head_dim * KEYS_PER_BLOCK
+}
+
+/// Puts one head's key and value into slot `slot` of a block.
+#[inline(always)]
+pub(crate) fn write_key_value<T: Real>(block: &mut [T], slot: usize, key: &[T], value: &[T]) {
+    let head_dim = key.len();
+    let (keys, values) = block.split_at_mut(head_dim * KEYS_PER_BLOCK);
+    for (d, &key) in key.iter().enumerate() {
+        keys[d * KEYS_PER_BLOCK + slot] = key;
+    }
+    values[slot * head_dim..(slot + 1) * head_dim].copy_from_slice(value);
+}
+
+/// Where a segment's keys and values are.
+pub(crate) trait KeyValues<T>: Sync {
+    /// Returns the number of keys that stand before the segment's first query.
+    fn history(&self, segment: usize) -> usize;
+
+    /// Brings the first `keys` keys of a head into `scratch`, if they are not in blocks already.
+    fn gather(&self, segment: usize, kv_head: usize, keys: usize, scratch: &mut Vec<T>);
+
+    /// Returns block `index` of a head.
+    fn block<'a>(
+        &'a self,
+        segment: usize,
+        kv_head: usize,
+        index: usize,
+        scratch: &'a [T],
+    ) -> &'a [T];
+}
+
+/// Keys and values `[n, kv_heads * head_dim]` of a packed batch.
+pub(crate) struct PackedKeyValues<'a, T> {
+    pub(crate) keys: &'a [T],
+    pub(crate) values: &'a [T],
+    pub(crate) segments: &'a [Range<usize>],
+    /// For each segment, the ranges before its own that it sees.
+    pub(crate) histories: &'a [Vec<Range<usize>>],
+    pub(crate) shape: HeadShape,
+}
+
+impl<T: Real> PackedKeyValues<'_, T> {
+    /// Returns the tokens that a segment's last token sees, oldest first.
+    fn visible(&self, segment: usize) -> impl Iterator<Item = usize> {
+        let own = self.segments[segment].clone();
+        self.histories[segment]
+            .iter()
+            .cloned()
+            .chain(std::iter::once(own))
+            .flatten()
+    }
+}
+
+impl<T: Real> KeyValues<T> for PackedKeyValues<'_, T> {
+    fn history(&self, segment: usize) -> usize {
+        self.histories[segment].iter().map(Range::len).sum()
+    }
+
+    fn gather(&self, segment: usize, kv_head: usize, keys: usize, scratch: &mut Vec<T>) {
+        let HeadShape { head_dim, .. } = self.shape;
+        let width = self.shape.key_width();
+        let block_len = key_block_len(head_dim);
+        let blocks = keys.div_ceil(KEYS_PER_BLOCK);
+        if scratch.len() < blocks * block_len {
+            scratch.resize(blocks * block_len, T::ZERO);
+        }
+        for (key, token) in self.visible(segment).take(keys).enumerate() {
+            let at = token * width + kv_head * head_dim;
+            let block = key / KEYS_PER_BLOCK * block_len;
+            write_key_value(
+                &mut scratch[block..block + block_len],
+                key % KEYS_PER_BLOCK,
+                &self.keys[at..at + head_dim],
+                &self.values[at..at + head_dim],
+            );
+        }
+    }
+
+    fn block<'a>(
+        &'a self,
+        _segment: usize,
+        _kv_head: usize,
+        index: usize,
+        scratch: &'a [T],
+    ) -> &'a [T] {
+        let block_len = key_block_len(self.shape.head_dim);
+        &scratch[index * block_len..(index + 1) * block_len]
+    }
+}
+
+/// What [`attend`] returns.
+pub(crate) struct Attention<T> {
+    /// Weighted values, `[n, heads * head_dim]`.
+    pub(crate) output: Vec<T>,
+    /// Log-sum-exp of each query's scaled scores, `[n, heads]`.
+    pub(crate) log_sum_exp: Vec<T>,
+}
+
+/// Scratch of one thread.
+struct Scratch<T> {
+    blocks: Vec<T>,
+    queries: Vec<T>,
+    scores: Vec<T>,
+    rows: Vec<T>,
+}
+
+/// Attends from `queries` `[n, heads * head_dim]` to `source`, causally within each segment.
+pub(crate) fn attend<T: Real>(
+    queries: &[T],
+    segments: &[Range<usize>],
+    shape: HeadShape,
+    source: &impl KeyValues<T>,
+) -> Attention<T> {
+    let tokens = segments.last().map_or(0, |segment| segment.end);
+    let mut output = vec![T::ZERO; tokens * shape.query_width()];
+    let mut log_sum_exp = vec![T::ZERO; tokens * shape.heads];
+    let mut tasks = Vec::new();
+    let (mut rest, mut rest_lse) = (output.as_mut_slice(), log_sum_exp.as_mut_slice());
+    for (index, segment) in segments.iter().enumerate() {
+        let mut start = segment.start;
+        while start < segment.end {
+            let end = segment.end.min(start + QUERIES_PER_TASK);
+            let (rows, after) = rest.split_at_mut((end - start) * shape.query_width());
+            let (lse, after_lse) = rest_lse.split_at_mut((end - start) * shape.heads);
+            (rest, rest_lse) = (after, after_lse);
+            tasks.push((index, start - segment.start, start..end, rows, lse));
+            start = end;
+        }
+    }
+    tasks.into_par_iter().for_each_init(
+        || Scratch {
+            blocks: Vec::new(),
+            queries: vec![T::ZERO; ROWS * shape.head_dim],
+            scores: Vec::new(),
+            rows: vec![T::ZERO; ROWS * shape.head_dim],
+        },
+        |scratch, (segment, offset, range, rows, lse)| {
+            let first_key = source.history(segment) + offset;
+            let queries = &queries[range.start * shape.query_width()..];
+            vectorized(
+                #[inline(always)]
+                || {
+                    attend_task(
+                        queries,
+                        range.len(),
+                        segment,
+                        first_key,
+                        shape,
+                        source,
+                        scratch,
+                        rows,
+                        lse,
+                    );
+                },
+            );
+        },
+    );
+    Attention {
+        output,
+        log_sum_exp,
+    }
+}
+
+/// Attends from `count` queries of one segment, the first of which sees `first_key + 1` keys.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "a row indexes several arrays")]
+fn attend_task<T: Real>(
+    queries: &[T],
+    count: usize,
+    segment: usize,
+    first_key: usize,
+    shape: HeadShape,
+    source: &impl KeyValues<T>,
+    scratch: &mut Scratch<T>,
+    output: &mut [T],
+    log_sum_exp: &mut [T],
+) {
+    let HeadShape {
+        heads,
+        kv_heads,
+        head_dim,
+    } = shape;
+    let (group, width) = (shape.group(), shape.query_width());
+    let scale = T::from_f64(shape.scale());
+    for kv_head in 0..kv_heads {
+        source.gather(segment, kv_head, first_key + count, &mut scratch.blocks);
+        let total = count * group;
+        let mut done = 0;
+        while done < total {
+            let rows = ROWS.min(total - done);
+            // Row `i` is head `i % group` of query `i / group`.
+            let place = |row: usize| {
+                let (query, head) = ((done + row) / group, kv_head * group + (done + row) % group);
+                (query, head)
+            };
+            let mut seen = [0; ROWS];
+            for row in 0..rows {
+                let (query, head) = place(row);
+                let at = query * width + head * head_dim;
+                seen[row] = first_key + query + 1;
+                for d in 0..head_dim {
+                    scratch.queries[row * head_dim + d] = queries[at + d] * scale;
+                }
+            }
+            let blocks = &scratch.blocks;
+            let block = |index| source.block(segment, kv_head, index, blocks);
+            let (q, s, o) = (&scratch.queries, &mut scratch.scores, &mut scratch.rows);
+            let mut lse = [T::ZERO; ROWS];
+            match rows {
+                1 => attend_rows::<T, 1>(head_dim, q, &seen, block, s, o, &mut lse),
+                2 => attend_rows::<T, 2>(head_dim, q, &seen, block, s, o, &mut lse),
+                3 => attend_rows::<T, 3>(head_dim, q, &seen, block, s, o, &mut lse),
+                _ => attend_rows::<T, ROWS>(head_dim, q, &seen, block, s, o, &mut lse),
+            }
+            for row in 0..rows {
+                let (query, head) = place(row);
+                let at = query * width + head * head_dim;
+                output[at..at + head_dim]
+                    .copy_from_slice(&scratch.rows[row * head_dim..(row + 1) * head_dim]);
+                log_sum_exp[query * heads + head] = lse[row];
+            }
+            done += rows;
+        }
+    }
+}
+
+/// Attends from `R` scaled query rows, of which row `r` sees the first `seen[r]` keys.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "a row indexes several arrays")]
+fn attend_rows<'k, T: Real, const R: usize>(
+    head_dim: usize,
+    queries: &[T],
+    seen: &[usize; ROWS],
+    block: impl Fn(usize) -> &'k [T],
+    scores: &mut Vec<T>,
+    output: &mut [T],
+    log_sum_exp: &mut [T; ROWS],
+) {
+    let longest = seen[..R].iter().copied().fold(0, usize::max);
+    let blocks = longest.div_ceil(KEYS_PER_BLOCK);
+    let stride = blocks * KEYS_PER_BLOCK;
+    if scores.len() < R * stride {
+        scores.resize(R * stride, T::ZERO);
+    }
+    for index in 0..blocks {
+        let keys = &block(index)[..head_dim * KEYS_PER_BLOCK];
+        let mut sums = [[[T::ZERO; LANES]; 2]; R];
+        for (d, keys) in keys.chunks_exact(KEYS_PER_BLOCK).enumerate() {
+            let (low, high) = keys.split_at(LANES);
+            for row in 0..R {
+                let query = queries[row * head_dim + d];
+                let [sum_low, sum_high] = &mut sums[row];
+                add_scaled(sum_low, query, low);
+                add_scaled(sum_high, query, high);
+            }
+        }
+        for row in 0..R {
+            let at = row * stride + index * KEYS_PER_BLOCK;
+            scores[at..at + LANES].copy_from_slice(&sums[row][0]);
+            scores[at + LANES..at + 2 * LANES].copy_from_slice(&sums[row][1]);
+        }
+    }
+    let mut inverse = [T::ZERO; R];
+    for row in 0..R {
+        let scores = &mut scores[row * stride..(row + 1) * stride];
+        let (seen, unseen) = scores.split_at_mut(seen[row]);
+        let max = lane_max(seen.len(), |i| seen[i]);
+        for score in seen.iter_mut() {
+            *score = (*score - max).exp();
+        }
+        let sum = lane_sum(seen.len(), |i| seen[i]);
+        unseen.fill(T::ZERO);
+        inverse[row] = T::ONE / sum;
+        log_sum_exp[row] = max + sum.ln();
+    }
+    let whole = head_dim - head_dim % LANES;
+    for first in (0..whole).step_by(LANES) {
+        let mut sums = [[T::ZERO; LANES]; R];
+        for key in 0..longest {
+            let values = &block(key / KEYS_PER_BLOCK)[head_dim * KEYS_PER_BLOCK..];
+            let at = key % KEYS_PER_BLOCK * head_dim + first;
+            let values = &values[at..at + LANES];
+            for row in 0..R {
+                add_scaled(&mut sums[row], scores[row * stride + key], values);
+            }
+        }
+        for row in 0..R {
+            let output = &mut output[row * head_dim + first..row * head_dim + first + LANES];
+            for (output, &sum) in output.iter_mut().zip(&sums[row]) {
+                *output = sum * inverse[row];
+            }
+        }
+    }
+    for d in whole..head_dim {
+        for row in 0..R {
+            let mut sum = T::ZERO;
+            for key in 0..longest {
+                let values = &block(key / KEYS_PER_BLOCK)[head_dim * KEYS_PER_BLOCK..];
+                let value = values[key % KEYS_PER_BLOCK * head_dim + d];
+                sum = scores[row * stride + key].mul_add(value, sum);
+            }
+            output[row * head_dim + d] = sum * inverse[row];
+        }
+    }
+}
+
+#[inline(always)]
+fn add_scaled<T: Real>(sums: &mut [T; LANES], scale: T, values: &[T]) {
+    let values: &[T; LANES] = values.try_into().expect("a whole vector");
+    for (sum, &value) in sums.iter_mut().zip(values) {
+        *sum = scale.mul_add(value, *sum);
+    }
+}
+
+/// Gradients of [`attend`]'s inputs, in the inputs' layout.
+pub(crate) struct AttentionGradients<T> {
+    pub(crate) queries: Vec<T>,
+    pub(crate) keys: Vec<T>,
+    pub(crate) values: Vec<T>,
+}
+
+/// Returns the gradients of [`attend`] over a packed batch, given that of its output.
+pub(crate) fn attend_backward<T: Real>(
+    queries: &[T],
+    source: &PackedKeyValues<'_, T>,
+    forward: &Attention<T>,
+    doutput: &[T],
+) -> AttentionGradients<T> {
+    let (shape, segments) = (source.shape, source.segments);
+    let tokens = segments.last().map_or(0, |segment| segment.end);
+    let tasks: Vec<(usize, usize)> = (0..segments.len())
+        .flat_map(|segment| (0..shape.kv_heads).map(move |kv_head| (segment, kv_head)))
+        .collect();
+    let parts: Vec<HeadGradients<T>> = tasks
+        .into_par_iter()
+        .map_init(Tile::default, |tile, (segment, kv_head)| {
+            head_backward(queries, source, forward, doutput, segment, kv_head, tile)
+        })
+        .collect();
+    let mut gradients = AttentionGradients {
+        queries: vec![T::ZERO; tokens * shape.query_width()],
+        keys: vec![T::ZERO; tokens * shape.key_width()],
+        values: vec![T::ZERO; tokens * shape.key_width()],
+    };
+    let readers = readers(source);
+    let mut tasks = Vec::with_capacity(segments.len());
+    let (mut queries, mut keys, mut values) = (
+        gradients.queries.as_mut_slice(),
+        gradients.keys.as_mut_slice(),
+        gradients.values.as_mut_slice(),
+    );
+    for (index, segment) in segments.iter().enumerate() {
+        let (dq, dk, dv);
+        (dq, queries) = queries.split_at_mut(segment.len() * shape.query_width());
+        (dk, keys) = keys.split_at_mut(segment.len() * shape.key_width());
+        (dv, values) = values.split_at_mut(segment.len() * shape.key_width());
+        tasks.push((index, dq, dk, dv));
+    }
+    tasks.into_par_iter().for_each(|(segment, dq, dk, dv)| {
+        for kv_head in 0..shape.kv_heads {
+            let part = &parts[segment * shape.kv_heads + kv_head];
+            let width = shape.group() * shape.head_dim;
+            add_columns(
+                dq,
+                shape.query_width(),
+                kv_head * width,
+                &part.queries,
+                width,
+            );
+            // In the order of the segments, so that the sum is the same on any number of threads.
+            for &(reader, offset) in &readers[segment] {
+                let part = &parts[reader * shape.kv_heads + kv_head];
+                let (width, start) = (shape.head_dim, offset * shape.head_dim);
+                let (keys, values) = (&part.keys[start..], &part.values[start..]);
+                add_columns(dk, shape.key_width(), kv_head * width, keys, width);
+                add_columns(dv, shape.key_width(), kv_head * width, values, width);
+            }
+        }
+    });
+    gradients
+}
+
+/// For each segment, the segments that see its keys, and at which place among theirs.
+fn readers<T>(source: &PackedKeyValues<'_, T>) -> Vec<Vec<(usize, usize)>> {
+    let starts: BTreeMap<usize, usize> = (source.segments.iter().enumerate())
+        .filter(|(_, segment)| !segment.is_empty())
+        .map(|(index, segment)| (segment.start, index))
+        .collect();
+    let mut readers = vec![Vec::new(); source.segments.len()];
+    for (reader, (segment, history)) in source.segments.iter().zip(source.histories).enumerate() {
+        let mut offset = 0;
+        for range in history
+            .iter()
+            .chain([segment])
+            .filter(|range| !range.is_empty())
+        {
+            readers[starts[&range.start]].push((reader, offset));
+            offset += range.len();
+        }
+    }
+    readers
+}
+
+/// Adds the rows of `source`, `width` wide, to the columns of `target` that start at `first`.
+fn add_columns<T: Real>(
+    target: &mut [T],
+    target_width: usize,
+    first: usize,
+    source: &[T],
+    width: usize,
+) {
+    for (target, source) in target
+        .chunks_exact_mut(target_width)
+        .zip(source.chunks_exact(width))
+    {
+        for (target, &source) in target[first..first + width].iter_mut().zip(source) {
+            *target += source;
+        }
+    }
+}
+
+/// Gradients of one key head in one segment of `t` queries that see up to `s` keys:
+/// `[t, group * head_dim]`, then `[s, head_dim]` twice.
+struct HeadGradients<T> {
+    queries: Vec<T>,
+    keys: Vec<T>,
+    values: Vec<T>,
+}
+
+/// Scratch of one thread: the head's keys and values, probabilities of one tile of queries, and their
+/// gradients.
+struct Tile<T> {
+    keys: Vec<T>,
+    values: Vec<T>,
+    probabilities: Vec<T>,
+    gradients: Vec<T>,
+}
+
+impl<T> Default for Tile<T> {
+    fn default() -> Self {
+        Self {
+            keys: Vec::new(),
+            values: Vec::new(),
+            probabilities: Vec::new(),
+            gradients: Vec::new(),
+        }
+    }
+}
+
+fn head_backward<T: Real>(
+    queries: &[T],
+    source: &PackedKeyValues<'_, T>,
+    forward: &Attention<T>,
+    doutput: &[T],
+    segment: usize,
+    kv_head: usize,
+    tile: &mut Tile<T>,
+) -> HeadGradients<T> {
+    let shape = source.shape;
+    let HeadShape {
+        heads, head_dim, ..
+    } = shape;
+    let (group, width, key_width) = (shape.group(), shape.query_width(), shape.key_width());
+    let history = source.history(segment);
+    let start = source.segments[segment].start;
+    let length = source.segments[segment].len();
+    let scale = T::from_f64(shape.scale());
+    tile.keys.clear();
+    tile.values.clear();
+    for token in source.visible(segment) {
+        let at = token * key_width + kv_head * head_dim;
+        tile.keys.extend_from_slice(&source.keys[at..at + head_dim]);
+        tile.values
+            .extend_from_slice(&source.values[at..at + head_dim]);
+    }
+    let mut gradients = HeadGradients {
+        queries: vec![T::ZERO; length * group * head_dim],
+        keys: vec![T::ZERO; tile.keys.len()],
+        values: vec![T::ZERO; tile.values.len()],
+    };
+    for head in 0..group {
+        let query_head = kv_head * group + head;
+        for first in (0..length).step_by(QUERIES_PER_TILE) {
+            let last = length.min(first + QUERIES_PER_TILE);
+            let (rows, seen) = (last - first, history + last);
+            let query_at = (start + first) * width + query_head * head_dim;
+            let q = Matrix::strided(&queries[query_at..], rows, head_dim, width);
+            let k = Matrix::new(&tile.keys, seen, head_dim);
+            let v = Matrix::new(&tile.values, seen, head_dim);
+            let dout = Matrix::strided(&doutput[query_at..], rows, head_dim, width);
+            let size = rows * seen;
+            if tile.probabilities.len() < size {
+                tile.probabilities.resize(size, T::ZERO);
+                tile.gradients.resize(size, T::ZERO);
+            }
+            let p = &mut tile.probabilities[..size];
+            let dp = &mut tile.gradients[..size];
+            matmul(scale, q, k.t(), Write::Replace, p, seen, false);
+            matmul(T::ONE, dout, v.t(), Write::Replace, dp, seen, false);
+            vectorized(
+                #[inline(always)]
+                || {
+                    for row in 0..rows {
+                        let at = query_at + row * width;
+                        let (o, dout) = (&forward.output[at..], &doutput[at..]);
+                        let delta = lane_sum(head_dim, |d| o[d] * dout[d]);
+                        let token = start + first + row;
+                        let lse = forward.log_sum_exp[token * heads + query_head];
+                        let visible = history + first + row + 1;
+                        let (p, p_rest) = p[row * seen..(row + 1) * seen].split_at_mut(visible);
+                        let (dp, dp_rest) = dp[row * seen..(row + 1) * seen].split_at_mut(visible);
+                        for (p, dp) in p.iter_mut().zip(dp) {
+                            *p = (*p - lse).exp();
+                            *dp = *p * (*dp - delta) * scale;
+                        }
+                        p_rest.fill(T::ZERO);
+                        dp_rest.fill(T::ZERO);
+                    }
+                },
+            );
+            let p = Matrix::new(&tile.probabilities[..size], rows, seen);
+            let ds = Matrix::new(&tile.gradients[..size], rows, seen);
+            matmul(
+                T::ONE,
+                p.t(),
+                dout,
+                Write::Add,
+                &mut gradients.values,
+                head_dim,
+                false,
+            );
+            matmul(
+                T::ONE,
+                ds.t(),
+                q,
+                Write::Add,
+                &mut gradients.keys,
+                head_dim,
+                false,
+            );
+            let at = first * group * head_dim + head * head_dim;
+            let dq = &mut gradients.queries[at..];
+            matmul(T::ONE, ds, k, Write::Replace, dq, group * head_dim, false);
+        }
+    }
+    gradients
+}
+
+#[cfg(test)]
+mod tests;

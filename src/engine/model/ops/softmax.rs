@@ -1,0 +1,146 @@
+//! Log-probabilities of rows of logits.
+
+use rayon::prelude::*;
+
+use super::{Real, lane_max, lane_sum, vectorized};
+
+/// What one row of logits says about one chosen token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowStatistics<T> {
+    /// Log-probability of the chosen token.
+    pub logprob: T,
+    /// Entropy of the row, in nats.
+    pub entropy: T,
+    /// Log of the sum of exponentials of the tempered logits.
+    pub log_sum_exp: T,
+}
+
+/// Returns `ln(sum(exp(logits / temperature)))`.
+///
+/// `log p(i) = logits[i] * (1 / temperature) - log_sum_exp(logits, 1 / temperature)`: the sampler
+/// and the trainer both take it from here, so that their log-probabilities are the same bits.
+pub fn log_sum_exp<T: Real>(logits: &[T], inverse_temperature: T) -> T {
+    vectorized(
+        #[inline(always)]
+        || {
+            let max = lane_max(logits.len(), |i| logits[i] * inverse_temperature);
+            let sum = lane_sum(logits.len(), |i| {
+                (logits[i] * inverse_temperature - max).exp()
+            });
+            max + sum.ln()
+        },
+    )
+}
+
+#[inline(always)]
+fn statistics_of<T: Real>(row: &[T], target: usize, inverse_temperature: T) -> RowStatistics<T> {
+    let max = lane_max(row.len(), |i| row[i] * inverse_temperature);
+    // The same sum in the same order as in `log_sum_exp`.
+    let sum = lane_sum(row.len(), |i| (row[i] * inverse_temperature - max).exp());
+    let mean = lane_sum(row.len(), |i| {
+        let shifted = row[i] * inverse_temperature - max;
+        shifted.exp() * shifted
+    });
+    let log_sum_exp = max + sum.ln();
+    RowStatistics {
+        logprob: row[target] * inverse_temperature - log_sum_exp,
+        // -sum(p * ln p) with ln p = shifted - ln sum.
+        entropy: sum.ln() - mean / sum,
+        log_sum_exp,
+    }
+}
+
+/// Returns the statistics of each row of `logits` `[n, vocab]` for its token in `targets` `[n]`.
+pub(crate) fn row_statistics<T: Real>(
+    logits: &[T],
+    targets: &[u32],
+    inverse_temperature: T,
+) -> Vec<RowStatistics<T>> {
+    let vocab = logits.len() / targets.len().max(1);
+    targets
+        .par_iter()
+        .zip(logits.par_chunks_exact(vocab.max(1)))
+        .map(|(&target, row)| {
+            vectorized(
+                #[inline(always)]
+                || statistics_of(row, target as usize, inverse_temperature),
+            )
+        })
+        .collect()
+}
+
+/// Replaces each row of `logits` by the gradient of `coefficient * log p(target)`.
+///
+/// `d log p(a) / d z = (onehot(a) - p) / temperature`; the factor of the temperature is part of it.
+pub(crate) fn log_softmax_gradient<T: Real>(
+    logits: &mut [T],
+    targets: &[u32],
+    statistics: &[RowStatistics<T>],
+    coefficients: &[T],
+    inverse_temperature: T,
+) {
+    let vocab = logits.len() / targets.len().max(1);
+    logits
+        .par_chunks_exact_mut(vocab.max(1))
+        .zip(targets.par_iter())
+        .zip(statistics.par_iter().zip(coefficients.par_iter()))
+        .for_each(|((row, &target), (statistics, &coefficient))| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    let scale = coefficient * inverse_temperature;
+                    for z in row.iter_mut() {
+                        let p = (*z * inverse_temperature - statistics.log_sum_exp).exp();
+                        *z = -scale * p;
+                    }
+                    row[target as usize] += scale;
+                },
+            );
+        });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::tests_support::golden;
+
+    #[test]
+    fn the_temperature_divides_the_logits() {
+        let case = golden("logprob_temperature");
+        let logits = case.floats("inputs", "logits");
+        let inverse = 1.0 / case.float("inputs", "temperature");
+        let row = row_statistics(&logits, &[1], inverse)[0];
+        assert!((row.logprob - case.float("expected", "logp")).abs() < 1e-9);
+        assert!((row.entropy - case.float("expected", "entropy")).abs() < 1e-9);
+        for mutant in ["untempered", "logp_divided_by_T"] {
+            assert!(
+                (row.logprob - case.float("mutants", mutant)).abs() > 1e-3,
+                "{mutant}"
+            );
+        }
+        assert!((row.entropy - case.float("mutants", "entropy_untempered")).abs() > 1e-3);
+    }
+
+    #[test]
+    fn the_policy_gradient_carries_one_over_the_temperature() {
+        let case = golden("policy_gradient_wrt_logits");
+        let mut logits = case.floats("inputs", "logits");
+        let inverse = 1.0 / case.float("inputs", "temperature");
+        let statistics = row_statistics(&logits, &[1], inverse);
+        let coefficient = -case.float("inputs", "advantage");
+        log_softmax_gradient(&mut logits, &[1], &statistics, &[coefficient], inverse);
+        let expected = case.floats("expected", "grad_loss_wrt_logits");
+        let mutant = case.floats("mutants", "without_1_over_T");
+        for i in 0..4 {
+            assert!((logits[i] - expected[i]).abs() < 1e-9);
+            assert!((logits[i] - mutant[i]).abs() > 1e-3);
+        }
+    }
+
+    #[test]
+    fn large_logits_do_not_overflow() {
+        let rows = row_statistics(&[1e4_f32, 1e4, -1e4], &[0], 1.0);
+        assert!((rows[0].logprob + std::f32::consts::LN_2).abs() < 1e-3);
+        assert!(rows[0].entropy.is_finite());
+    }
+}

