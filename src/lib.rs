@@ -5,7 +5,11 @@
 
 pub mod chat;
 pub mod engine;
+pub mod env;
+pub mod eval;
 pub mod grader;
 pub mod hub;
+pub mod rollout;
 pub mod sandbox;
 pub mod task;
+pub mod trajectory;

@@ -6,3 +6,4 @@ mod grader;
 mod layering;
 mod sandbox;
 mod task;
+mod trajectory;

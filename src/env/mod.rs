@@ -1,0 +1,93 @@
+//! Environments: what a policy acts on, turn by turn.
+//!
+//! An [`Environment`] is one episode of one task. `reset` gives the opening messages, `step` takes
+//! the assistant's turn and answers with the messages that come back, and at the end with the
+//! reward. The policy's mistakes (a malformed tool call, code that raises, an endless loop) are
+//! observations and rewards; only a fault of ours is an [`EnvError`], and such an episode carries
+//! no reward at all.
+//!
+//! [`ToolEnvironment`] is the environment of program tasks: `run_python` runs a draft in a fresh
+//! sandbox, `submit_solution` ends the episode with a grade from another instance.
+
+mod error;
+mod text;
+mod tools;
+
+#[cfg(test)]
+mod tests;
+
+use crate::chat::{Message, ParsedTurn, ToolSpec};
+
+pub use self::error::EnvError;
+pub use self::tools::{RewardWeights, ToolEnvironment, ToolEnvironmentConfig};
+
+/// How an episode ended, for reports; the reward alone trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EpisodeStatus {
+    /// A submission passed every test.
+    Passed,
+    /// A submission failed a test.
+    Failed,
+    /// A submission could not be loaded.
+    Invalid,
+    /// The turns, or the tokens, ended without a submission.
+    NoSubmission,
+    /// The grader or the sandbox failed, not the policy; the episode has no reward.
+    InfraError,
+}
+
+/// What one step gives back.
+#[derive(Debug, Clone)]
+pub struct StepResult {
+    /// Messages to append to the conversation: tool results, or a hint from the environment.
+    pub observation: Vec<Message>,
+    /// Set on the last step; `None` there means that the episode could not be scored.
+    pub reward: Option<f64>,
+    /// The parts of the reward by name, each before weighting.
+    pub rewards: Vec<(&'static str, f64)>,
+    /// Whether the episode is over.
+    pub done: bool,
+    /// How it ended; `None` while it goes on.
+    pub status: Option<EpisodeStatus>,
+    /// What failed, where it was not the policy.
+    pub fault: Option<String>,
+}
+
+/// What one episode used, for the metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EpisodeStats {
+    /// Tool calls made, malformed ones included.
+    pub tool_calls: u32,
+    /// Calls that could not be parsed, named no tool, lacked an argument, or ran code that failed.
+    pub tool_failures: u32,
+    /// Seconds in tools.
+    pub tool_seconds: f64,
+    /// Seconds in the grader.
+    pub grade_seconds: f64,
+    /// Fuel that the policy's code burnt, in tools and while it was graded.
+    pub fuel: u64,
+}
+
+/// One episode of one task.
+pub trait Environment: Send {
+    /// Returns the opening messages.
+    fn reset(&mut self) -> Vec<Message>;
+
+    /// Returns the tools to describe to the model.
+    fn tools(&self) -> &[ToolSpec];
+
+    /// Takes the assistant's turn.
+    ///
+    /// # Errors
+    ///
+    /// Fails only where the sandbox failed, never for what the policy did.
+    fn step(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError>;
+
+    /// Ends an episode whose tokens ran out: grades what there is. `cut_off` is the turn that they
+    /// ran out in, if they did in one.
+    fn close(&mut self, cut_off: Option<&ParsedTurn>) -> StepResult;
+
+    /// Returns what was used so far.
+    fn stats(&self) -> EpisodeStats;
+}

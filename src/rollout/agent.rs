@@ -1,0 +1,208 @@
+//! The tool loop of one episode.
+
+use indexmap::IndexMap;
+
+use crate::chat::{Message, parse_turn};
+use crate::engine::FinishReason;
+use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
+use crate::trajectory::{Finish, Status, TokenTrace, Trajectory, Turn, Usage};
+
+/// A turn as the engine sampled it.
+#[derive(Debug, Clone)]
+pub(super) struct SampledTurn {
+    /// The sampled ids, the stop token included.
+    pub(super) tokens: Vec<u32>,
+    /// The log-probability of each.
+    pub(super) logprobs: Vec<f32>,
+    /// The text, without the stop token.
+    pub(super) text: String,
+    /// Why sampling ended.
+    pub(super) finish: FinishReason,
+    /// Seconds since the turn was asked for.
+    pub(super) seconds: f64,
+}
+
+/// One episode: an environment, the conversation so far and its token trace.
+///
+/// It knows nothing of batches: the collector hands it sampled turns and appends what it answers.
+pub struct Episode {
+    environment: Box<dyn Environment>,
+    trajectory: Trajectory,
+}
+
+impl std::fmt::Debug for Episode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Episode")
+            .field("task", &self.trajectory.task_id)
+            .field("sample", &self.trajectory.sample)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Episode {
+    /// Resets the environment and returns the episode before its first turn.
+    pub fn start(
+        mut environment: Box<dyn Environment>,
+        task_id: &str,
+        group: u64,
+        sample: u32,
+        policy_step: u64,
+    ) -> Self {
+        let messages = environment.reset();
+        Self {
+            environment,
+            trajectory: Trajectory {
+                task_id: task_id.to_owned(),
+                group,
+                sample,
+                policy_step,
+                messages,
+                turns: Vec::new(),
+                trace: TokenTrace::new(),
+                reward: None,
+                rewards: IndexMap::new(),
+                passed: None,
+                status: Status::Finished,
+                usage: Usage::default(),
+            },
+        }
+    }
+
+    pub(super) fn task_id(&self) -> &str {
+        &self.trajectory.task_id
+    }
+
+    pub(super) fn environment(&self) -> &dyn Environment {
+        &*self.environment
+    }
+
+    pub(super) fn messages(&self) -> &[Message] {
+        &self.trajectory.messages
+    }
+
+    pub(super) fn trace_mut(&mut self) -> &mut TokenTrace {
+        &mut self.trajectory.trace
+    }
+
+    /// Takes a sampled turn and returns the messages that answer it, or `None` at the end.
+    pub(super) fn take_turn(&mut self, sampled: &SampledTurn) -> Option<Vec<Message>> {
+        let start = self.trajectory.trace.len();
+        if let Err(error) = self
+            .trajectory
+            .trace
+            .push_sampled(&sampled.tokens, &sampled.logprobs)
+        {
+            self.fail(&error);
+            return None;
+        }
+        self.trajectory.usage.generate_seconds += sampled.seconds;
+        let parsed = parse_turn(&sampled.text);
+        let before = self.environment.stats();
+        self.trajectory.messages.push(Message {
+            reasoning_content: parsed.reasoning.clone(),
+            tool_calls: parsed.tool_calls.iter().flatten().cloned().collect(),
+            ..Message::assistant(parsed.content.clone())
+        });
+        let is_cut_off = sampled.finish == FinishReason::Length;
+        let outcome = if is_cut_off {
+            Ok(self.environment.close(Some(&parsed)))
+        } else {
+            self.environment.step(&parsed)
+        };
+        let after = self.environment.stats();
+        self.trajectory.turns.push(Turn {
+            message: self.trajectory.messages.len() - 1,
+            tokens: start..self.trajectory.trace.len(),
+            finish: if is_cut_off {
+                Finish::Length
+            } else {
+                Finish::Stop
+            },
+            tool_calls: after.tool_calls - before.tool_calls,
+            tool_failures: after.tool_failures - before.tool_failures,
+        });
+        self.use_stats(after);
+        match outcome {
+            Ok(result) => self.take_result(result, is_cut_off),
+            Err(error) => {
+                self.fail(&error);
+                None
+            }
+        }
+    }
+
+    /// Ends an episode whose context is full.
+    pub(super) fn close(&mut self) {
+        let result = self.environment.close(None);
+        self.use_stats(self.environment.stats());
+        self.take_result(result, true);
+    }
+
+    /// Marks the episode as failed by us: it has no reward.
+    pub(super) fn fail(&mut self, error: &dyn std::error::Error) {
+        tracing::warn!(task = %self.trajectory.task_id, %error, "an episode failed");
+        self.trajectory.reward = None;
+        self.trajectory.passed = None;
+        self.trajectory.status = Status::Failed {
+            reason: with_causes(error),
+        };
+    }
+
+    /// Returns what happened.
+    #[must_use]
+    pub fn into_trajectory(self) -> Trajectory {
+        self.trajectory
+    }
+
+    fn take_result(&mut self, result: StepResult, is_cut_off: bool) -> Option<Vec<Message>> {
+        self.trajectory
+            .messages
+            .extend(result.observation.iter().cloned());
+        if !result.done {
+            return Some(result.observation);
+        }
+        self.trajectory.reward = result.reward;
+        let parts = result
+            .rewards
+            .into_iter()
+            .map(|(name, part)| (name.to_owned(), part));
+        self.trajectory.rewards = parts.collect();
+        let (passed, status) = match result.status {
+            Some(EpisodeStatus::Passed) => (Some(true), Status::Finished),
+            Some(EpisodeStatus::Failed | EpisodeStatus::Invalid) => (Some(false), Status::Finished),
+            Some(EpisodeStatus::NoSubmission) | None => (Some(false), Status::TurnLimit),
+            Some(EpisodeStatus::InfraError) => (
+                None,
+                Status::Failed {
+                    reason: result
+                        .fault
+                        .unwrap_or_else(|| "the grader failed".to_owned()),
+                },
+            ),
+        };
+        self.trajectory.passed = passed;
+        self.trajectory.status = match status {
+            Status::Finished | Status::TurnLimit if is_cut_off => Status::Truncated,
+            status => status,
+        };
+        None
+    }
+
+    fn use_stats(&mut self, stats: EpisodeStats) {
+        let usage = &mut self.trajectory.usage;
+        usage.tool_seconds = stats.tool_seconds;
+        usage.grade_seconds = stats.grade_seconds;
+        usage.fuel = stats.fuel;
+    }
+}
+
+/// The error with all its causes, on one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}

@@ -1,0 +1,43 @@
+//! Faults of rollout collection.
+
+use crate::chat::ChatError;
+use crate::engine::EngineError;
+
+/// A fault of ours, or a model that cannot be used for rollouts; never what a policy did.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RolloutError {
+    /// Sampling failed.
+    #[error("sampling failed")]
+    Engine(#[from] EngineError),
+    /// The conversation could not be rendered.
+    #[error("the model's chat template cannot render task `{task}`")]
+    Chat {
+        /// The task's id.
+        task: String,
+        /// What the template said.
+        #[source]
+        source: ChatError,
+    },
+    /// A demonstration is not a conversation that a policy could have.
+    #[error("demonstration {name}: {reason}")]
+    Demonstration {
+        /// Where it stands.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The opening prompt leaves no room to answer.
+    #[error(
+        "the prompt of task `{task}` has {tokens} tokens, which leaves no room in \
+         `rollout.max_total_tokens` = {limit}; raise it"
+    )]
+    PromptTooLong {
+        /// The task's id.
+        task: String,
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// The context's size.
+        limit: usize,
+    },
+}

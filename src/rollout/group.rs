@@ -1,0 +1,23 @@
+//! The samples of one task.
+
+use crate::trajectory::Trajectory;
+
+/// G trajectories of one task, the unit of group-relative advantages.
+#[derive(Debug, Clone)]
+pub struct RolloutGroup {
+    /// The task's id.
+    pub task_id: String,
+    /// The trajectories, in sample order.
+    pub trajectories: Vec<Trajectory>,
+}
+
+impl RolloutGroup {
+    /// Returns the rewards in sample order; `None` is an episode that could not be scored.
+    #[must_use]
+    pub fn rewards(&self) -> Vec<Option<f64>> {
+        self.trajectories
+            .iter()
+            .map(|trajectory| trajectory.reward)
+            .collect()
+    }
+}

@@ -1,0 +1,169 @@
+//! What happened: transcripts, token traces and their storage.
+//!
+//! A [`Trajectory`] is one episode: the conversation, the [`Turn`]s of the policy in it, the exact
+//! token ids that were sampled or fed ([`TokenTrace`]), and how it was scored. [`StepWriter`] and
+//! [`read_step`] keep the trajectories of a training step in `rollouts/step-N.jsonl`.
+//!
+//! The trace, not the conversation, is what is trained on: rendering the messages again may give
+//! other ids than those that were sampled. A trajectory that could not be scored has no reward, so
+//! that a fault of ours is never mistaken for a wrong answer.
+
+mod error;
+mod store;
+mod token_trace;
+
+use std::ops::Range;
+
+use indexmap::IndexMap;
+use serde::{Deserialize, Serialize};
+
+use crate::chat::Message;
+
+pub use error::{StoreError, TraceError};
+pub use store::{StepReader, StepWriter, read_step, step_path, steps};
+pub use token_trace::TokenTrace;
+
+/// One episode of one task.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Trajectory {
+    /// The task's id in its set.
+    pub task_id: String,
+    /// The group the episode belongs to: episodes of the same group are samples of the same task
+    /// under the same policy, and are compared with each other.
+    pub group: u64,
+    /// Which sample of its group it is, from 0.
+    pub sample: u32,
+    /// The version of the policy that sampled it: how many optimizer steps it had made.
+    pub policy_step: u64,
+    /// The conversation, the task's messages first.
+    pub messages: Vec<Message>,
+    /// The policy's turns, in order.
+    pub turns: Vec<Turn>,
+    /// The token ids of the whole episode.
+    pub trace: TokenTrace,
+    /// The score; none when the episode could not be scored, by a fault that is not the policy's.
+    pub reward: Option<f64>,
+    /// The parts of the score by name, each before weighting, for metrics.
+    #[serde(default, skip_serializing_if = "IndexMap::is_empty")]
+    pub rewards: IndexMap<String, f64>,
+    /// Whether all tests passed; none when the episode could not be scored.
+    pub passed: Option<bool>,
+    /// How the episode ended.
+    pub status: Status,
+    /// What the episode cost.
+    pub usage: Usage,
+}
+
+impl Trajectory {
+    /// Returns whether the episode has a score and something that was sampled, and so may be
+    /// learned from.
+    #[must_use]
+    pub fn is_trainable(&self) -> bool {
+        self.reward.is_some() && self.trace.sampled_len() > 0
+    }
+
+    /// Returns whether the policy ran into a limit before it had finished its answer.
+    #[must_use]
+    pub fn is_truncated(&self) -> bool {
+        matches!(self.status, Status::Truncated | Status::TurnLimit)
+    }
+}
+
+/// One answer of the policy within an episode.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Turn {
+    /// The position of the answer in [`Trajectory::messages`].
+    pub message: usize,
+    /// The positions of its sampled ids in [`Trajectory::trace`].
+    pub tokens: Range<usize>,
+    /// Why sampling stopped.
+    pub finish: Finish,
+    /// How many tool calls it made, malformed ones included.
+    pub tool_calls: u32,
+    /// How many of them failed: could not be read, named no tool, or ended in an error.
+    pub tool_failures: u32,
+}
+
+/// Why the sampling of a turn stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finish {
+    /// The policy sampled a stop token, which is part of the turn.
+    Stop,
+    /// The turn or the context was full.
+    Length,
+}
+
+/// How an episode ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Status {
+    /// The policy gave its answer.
+    Finished,
+    /// The last turn was cut off by a token limit.
+    Truncated,
+    /// The policy still called tools in its last allowed turn.
+    TurnLimit,
+    /// We failed: the sandbox, the engine or the grader broke. There is no reward.
+    Failed {
+        /// What broke.
+        reason: String,
+    },
+}
+
+/// What an episode cost; times are wall-clock and only for metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Seconds spent waiting for sampled tokens.
+    pub generate_seconds: f64,
+    /// Seconds spent in tools.
+    pub tool_seconds: f64,
+    /// Seconds spent scoring.
+    pub grade_seconds: f64,
+    /// Fuel burnt by the policy's code, in tools and while it was scored.
+    pub fuel: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_episode_without_a_score_or_a_sample_is_not_trainable() {
+        let mut trace = TokenTrace::new();
+        trace.push_prompt(&[1, 2]).unwrap();
+        let mut episode = Trajectory {
+            task_id: "1".to_owned(),
+            group: 0,
+            sample: 0,
+            policy_step: 0,
+            messages: vec![],
+            turns: vec![],
+            trace,
+            reward: Some(0.0),
+            rewards: IndexMap::new(),
+            passed: Some(false),
+            status: Status::Finished,
+            usage: Usage::default(),
+        };
+        assert!(!episode.is_trainable());
+        episode.trace.push_sampled(&[3], &[-0.5]).unwrap();
+        assert!(episode.is_trainable());
+        episode.reward = None;
+        assert!(!episode.is_trainable());
+        episode.status = Status::TurnLimit;
+        assert!(episode.is_truncated());
+    }
+
+    #[test]
+    fn statuses_read_as_words() {
+        let json = |status: &Status| serde_json::to_string(status).unwrap();
+        assert_eq!(json(&Status::TurnLimit), r#"{"kind":"turn_limit"}"#);
+        assert_eq!(
+            json(&Status::Failed {
+                reason: "pool closed".to_owned()
+            }),
+            r#"{"kind":"failed","reason":"pool closed"}"#
+        );
+    }
+}
