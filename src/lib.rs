@@ -12,4 +12,5 @@ pub mod hub;
 pub mod rollout;
 pub mod sandbox;
 pub mod task;
+pub mod trainer;
 pub mod trajectory;

@@ -1,0 +1,218 @@
+//! Saving and resuming: `checkpoints/step-N/`.
+//!
+//! A checkpoint folder holds the weights (`model.safetensors` and `config.json`, or an adapter that PEFT
+//! loads), the optimizer's moments (`optimizer.safetensors`) and `state.json`. It is written under
+//! another name, flushed to disk and renamed, so that a folder with the right name is complete.
+
+use std::collections::HashMap;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device};
+use fs_err as fs;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::TrainerError;
+use super::optim::AdamW;
+use crate::engine::model::{
+    Decoder, LoraAdapter, load_weights, read_safetensors, write_safetensors,
+};
+
+const FOLDER: &str = "checkpoints";
+const STATE: &str = "state.json";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const FORMAT: u32 = 1;
+
+/// Where a run stands: what its next step needs besides weights and moments.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainState {
+    /// Steps done.
+    pub step: usize,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Whatever else the step loop wants back: its place in the data, counters.
+    pub extra: Value,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StateFile {
+    format: u32,
+    is_adapter: bool,
+    optimizer_steps: usize,
+    #[serde(flatten)]
+    state: TrainState,
+}
+
+fn io_error(path: &Path, source: std::io::Error) -> TrainerError {
+    TrainerError::Io {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// Writes `run/checkpoints/step-N` and returns its path. One that exists is replaced.
+///
+/// # Errors
+///
+/// Fails if a file cannot be written; no folder `step-N` is then left behind half written.
+pub fn save_checkpoint(
+    run: &Path,
+    decoder: &Decoder,
+    optimizer: &AdamW,
+    state: &TrainState,
+    base_model: Option<&str>,
+) -> Result<PathBuf, TrainerError> {
+    let folder = run.join(FOLDER);
+    fs::create_dir_all(&folder).map_err(|source| io_error(&folder, source))?;
+    let partial = tempfile::Builder::new()
+        .prefix(".partial-")
+        .permissions(Permissions::from_mode(0o777)) // less the umask
+        .tempdir_in(&folder)
+        .map_err(|source| io_error(&folder, source))?;
+    let path = partial.path();
+    let adapter = decoder.adapter(base_model);
+    match &adapter {
+        Some(adapter) => adapter.save(path)?,
+        None => decoder.save(path)?,
+    }
+    write_safetensors(&path.join(OPTIMIZER), &optimizer.state()?)?;
+    let file = StateFile {
+        format: FORMAT,
+        is_adapter: adapter.is_some(),
+        optimizer_steps: optimizer.steps(),
+        state: state.clone(),
+    };
+    let text = serde_json::to_string_pretty(&file).map_err(|source| TrainerError::Json {
+        path: path.join(STATE),
+        source,
+    })?;
+    fs::write(path.join(STATE), text).map_err(|source| io_error(path, source))?;
+    flush(path)?;
+    let target = folder.join(format!("step-{}", state.step));
+    if target.exists() {
+        fs::remove_dir_all(&target).map_err(|source| io_error(&target, source))?;
+    }
+    let partial = partial.keep();
+    fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
+    flush(&folder)?;
+    Ok(target)
+}
+
+/// Removes all but the `keep` newest checkpoints of a run.
+///
+/// # Errors
+///
+/// Fails if the folder cannot be read or a checkpoint cannot be removed.
+pub fn prune_checkpoints(run: &Path, keep: usize) -> Result<(), TrainerError> {
+    let steps = checkpoint_steps(run)?;
+    for step in &steps[..steps.len().saturating_sub(keep)] {
+        let path = run.join(FOLDER).join(format!("step-{step}"));
+        fs::remove_dir_all(&path).map_err(|source| io_error(&path, source))?;
+    }
+    Ok(())
+}
+
+/// Flushes a folder's files and the folder itself to disk.
+fn flush(folder: &Path) -> Result<(), TrainerError> {
+    let entries = fs::read_dir(folder).map_err(|source| io_error(folder, source))?;
+    for entry in entries {
+        let path = entry.map_err(|source| io_error(folder, source))?.path();
+        if path.is_file() {
+            let file = fs::File::open(&path).map_err(|source| io_error(&path, source))?;
+            file.sync_all().map_err(|source| io_error(&path, source))?;
+        }
+    }
+    // Only Unix lets a folder be opened and flushed.
+    if cfg!(unix) {
+        let file = fs::File::open(folder).map_err(|source| io_error(folder, source))?;
+        file.sync_all().map_err(|source| io_error(folder, source))?;
+    }
+    Ok(())
+}
+
+/// Returns the steps of the run's checkpoints, in order.
+///
+/// # Errors
+///
+/// Fails if the folder cannot be listed; a run without checkpoints has none.
+pub fn checkpoint_steps(run: &Path) -> Result<Vec<usize>, TrainerError> {
+    let folder = run.join(FOLDER);
+    if !folder.exists() {
+        return Ok(Vec::new());
+    }
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(&folder).map_err(|source| io_error(&folder, source))? {
+        let entry = entry.map_err(|source| io_error(&folder, source))?;
+        let name = entry.file_name();
+        let step = name.to_str().and_then(|name| name.strip_prefix("step-"));
+        steps.extend(step.and_then(|step| step.parse::<usize>().ok()));
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// Returns the folder of the run's latest checkpoint, if it has one.
+///
+/// # Errors
+///
+/// Fails if the folder cannot be listed.
+pub fn latest_checkpoint(run: &Path) -> Result<Option<PathBuf>, TrainerError> {
+    let step = checkpoint_steps(run)?.pop();
+    Ok(step.map(|step| run.join(FOLDER).join(format!("step-{step}"))))
+}
+
+/// Sets the decoder's variables and the optimizer's moments from a checkpoint folder.
+///
+/// # Errors
+///
+/// Fails if a file is missing or damaged, or if the checkpoint belongs to another kind of run: an
+/// adapter where all weights are trained, or the reverse.
+pub fn load_checkpoint(
+    path: &Path,
+    decoder: &Decoder,
+    optimizer: &mut AdamW,
+) -> Result<TrainState, TrainerError> {
+    let state_path = path.join(STATE);
+    let text = fs::read_to_string(&state_path).map_err(|source| io_error(&state_path, source))?;
+    let file: StateFile = serde_json::from_str(&text).map_err(|source| TrainerError::Json {
+        path: state_path,
+        source,
+    })?;
+    let mismatch = |reason: String| TrainerError::CheckpointMismatch {
+        path: path.to_owned(),
+        reason,
+    };
+    if file.format != FORMAT {
+        return Err(mismatch(format!(
+            "format {}, this version reads {FORMAT}",
+            file.format
+        )));
+    }
+    if file.is_adapter != decoder.lora().is_some() {
+        let (found, wanted) = if file.is_adapter {
+            ("an adapter", "all weights")
+        } else {
+            ("all weights", "an adapter")
+        };
+        return Err(mismatch(format!(
+            "it holds {found}, the run trains {wanted}"
+        )));
+    }
+    let wide = if decoder.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    };
+    let moments: HashMap<_, _> = read_safetensors(&path.join(OPTIMIZER), wide, &Device::Cpu)?
+        .into_iter()
+        .collect();
+    if file.is_adapter {
+        decoder.load_adapter(&LoraAdapter::load(path, wide, &Device::Cpu)?)?;
+    } else {
+        decoder.set_variables(&load_weights(path, wide, &Device::Cpu)?)?;
+    }
+    optimizer.restore(&moments, file.optimizer_steps)?;
+    Ok(file.state)
+}

@@ -1,0 +1,89 @@
+//! What can go wrong in training.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::engine::model::ModelError;
+
+/// A fault in training data, in a checkpoint or in the arithmetic.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainerError {
+    // === Data ===
+    /// A grader gave something that is not a number.
+    #[error("reward of sample {sample} is {reward}, expected a finite number")]
+    RewardNotFinite {
+        /// Index of the sample.
+        sample: usize,
+        /// The reward.
+        reward: f64,
+    },
+    /// Two lists that go together have different lengths.
+    #[error("{what}: {found} != {expected}")]
+    Length {
+        /// Which lists.
+        what: &'static str,
+        /// Length found.
+        found: usize,
+        /// Length expected.
+        expected: usize,
+    },
+    /// A sequence's first token cannot be trained on: nothing predicts it.
+    #[error("sequence {sequence} has its first token in the loss, but no token stands before it")]
+    FirstTokenInLoss {
+        /// Index of the sequence.
+        sequence: usize,
+    },
+    /// A setting is out of bounds.
+    #[error("invalid `{field}`: {reason}")]
+    InvalidConfig {
+        /// The setting.
+        field: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    // === Arithmetic ===
+    /// The gradient has overflowed; the weights are unchanged.
+    #[error("gradient norm is {norm}: weights are left as they were; lower the learning rate")]
+    GradientNotFinite {
+        /// The norm.
+        norm: f64,
+    },
+
+    // === Checkpoints ===
+    /// A file of a checkpoint could not be read or written.
+    #[error("failed to access `{path}`")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A checkpoint's state does not parse.
+    #[error("failed to parse `{path}`")]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A checkpoint was written by another kind of run.
+    #[error("checkpoint `{path}` does not fit this run: {reason}")]
+    CheckpointMismatch {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What differs.
+        reason: String,
+    },
+
+    // === The model ===
+    /// The model refused.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The tensor library refused an operation.
+    #[error("tensor operation failed")]
+    Tensor(#[from] candle_core::Error),
+}

@@ -1,0 +1,126 @@
+//! One micro-batch: forward, loss, backward.
+
+use super::TrainerError;
+use super::batch::MicroBatch;
+use super::logprob::{Scores, backward_through_head, score};
+use super::loss::{LossConfig, LossMetrics, TokenTerm};
+use crate::engine::model::{Adapters, Decoder, Gradients};
+
+/// How a micro-batch goes through the model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PassConfig {
+    /// What logits are divided by: the sampler's temperature.
+    pub temperature: f64,
+    /// Run each layer again in the backward pass rather than keep what it made.
+    pub recompute: bool,
+}
+
+impl Default for PassConfig {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            recompute: false,
+        }
+    }
+}
+
+/// Scores a micro-batch's targets without gradients: with adapters the policy, say before a second
+/// epoch; without them the reference, whose log-probabilities go into [`MicroBatch::reference`].
+///
+/// # Errors
+///
+/// Fails if the model refuses.
+pub fn score_micro_batch(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    adapters: Adapters,
+    temperature: f64,
+) -> Result<Scores, TrainerError> {
+    let hidden = decoder.hidden(&micro.batch, adapters)?;
+    score(decoder, &hidden, &micro.targets, temperature)
+}
+
+/// Adds the policy loss's gradient over one micro-batch, and returns what to report.
+///
+/// # Errors
+///
+/// Fails if the micro-batch does not say when its tokens were sampled, or if the model refuses.
+pub fn accumulate_policy_gradient(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    loss: &LossConfig,
+    pass: PassConfig,
+    gradients: &mut Gradients,
+) -> Result<LossMetrics, TrainerError> {
+    if micro.old.len() != micro.targets.len() {
+        return Err(TrainerError::Length {
+            what: "sampled log-probabilities against targets",
+            found: micro.old.len(),
+            expected: micro.targets.len(),
+        });
+    }
+    let term = |target: usize, logprob: f64| {
+        let advantage = micro.advantages[target];
+        loss.token(
+            logprob,
+            micro.old[target],
+            micro.reference(target),
+            advantage,
+        )
+    };
+    accumulate(decoder, micro, pass, gradients, term)
+}
+
+/// Adds the gradient of the negative log-likelihood over one micro-batch: supervised fine-tuning.
+///
+/// Advantages are not read: give a token another weight by its place in the step's totals.
+///
+/// # Errors
+///
+/// Fails if the model refuses.
+pub fn accumulate_nll_gradient(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    pass: PassConfig,
+    gradients: &mut Gradients,
+) -> Result<LossMetrics, TrainerError> {
+    let term = |_: usize, logprob: f64| TokenTerm {
+        loss: -logprob,
+        gradient: -1.0,
+        ratio: 1.0,
+        is_clipped_low: false,
+        is_clipped_high: false,
+        kl: 0.0,
+    };
+    accumulate(decoder, micro, pass, gradients, term)
+}
+
+fn accumulate(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    pass: PassConfig,
+    gradients: &mut Gradients,
+    term: impl Fn(usize, f64) -> TokenTerm + Sync,
+) -> Result<LossMetrics, TrainerError> {
+    let mut metrics = LossMetrics::default();
+    if micro.targets.is_empty() {
+        return Ok(metrics);
+    }
+    let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
+    let coefficient =
+        |target: usize, logprob: f64| term(target, logprob).gradient * micro.weights[target];
+    let (scores, dhidden) = backward_through_head(
+        decoder,
+        &hidden,
+        &micro.targets,
+        pass.temperature,
+        gradients,
+        coefficient,
+    )?;
+    decoder.backward(tape, &dhidden, gradients)?;
+    for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()
+    {
+        metrics.add(&term(target, logprob), micro.weights[target], entropy);
+    }
+    Ok(metrics)
+}

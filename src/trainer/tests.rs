@@ -1,0 +1,726 @@
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor};
+use rstest::rstest;
+
+use super::*;
+use crate::engine::model::tests_support::{
+    formula, formula_weights, golden, golden_folder, random_tokens, toy,
+};
+use crate::engine::model::{
+    Adapters, Decoder, LoraAdapter, LoraConfig, ModelConfig, ModelType, PackedBatch, Trainable,
+    random_weights,
+};
+
+fn lora() -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 3,
+        alpha: 6.0,
+        ..LoraConfig::default()
+    })
+}
+
+/// A toy whose numbers are large enough for every part to matter.
+fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
+    let config = toy(kind);
+    let mut weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
+    for (name, weight) in &mut weights {
+        if !name.ends_with("norm.weight") {
+            *weight = (&*weight * 12.0).unwrap();
+        }
+    }
+    let decoder = Decoder::new(config, weights, &Device::Cpu, trainable, 2).unwrap();
+    for (index, (name, var)) in decoder.variables().iter().enumerate() {
+        if name.contains("lora_B") || name.contains("norm") {
+            let values: Vec<f64> = (0..var.elem_count())
+                .map(|i| 0.6 + 0.3 * ((i * 7 + index) as f64).sin())
+                .collect();
+            let values = Tensor::from_vec(values, var.shape(), &Device::Cpu).unwrap();
+            var.set(&values.to_dtype(var.dtype()).unwrap()).unwrap();
+        }
+    }
+    decoder
+}
+
+/// Sequences whose sampled log-probabilities are a little off, so that some ratios are clipped.
+fn sequences(count: usize) -> Vec<TrainSequence> {
+    (0..count)
+        .map(|i| {
+            let tokens = random_tokens(5 + i, 19, i as u64);
+            let len = tokens.len();
+            TrainSequence {
+                tokens,
+                loss_mask: (0..len).map(|t| t >= 2 && t != 4).collect(),
+                logprobs: (0..len)
+                    .map(|t| -2.5 + 0.3 * ((t + i) as f64).sin())
+                    .collect(),
+                reference: Some((0..len).map(|t| -2.0 - 0.1 * t as f64).collect()),
+                advantage: if i % 2 == 0 { 1.0 } else { -0.7 },
+            }
+        })
+        .collect()
+}
+
+fn loss_config() -> LossConfig {
+    LossConfig {
+        kl_coef: 0.1,
+        clip_high: 3.0,
+        clip_low: 0.9,
+        ..LossConfig::default()
+    }
+}
+
+fn gradients(
+    decoder: &Decoder,
+    sequences: &[TrainSequence],
+    budget: usize,
+    pass: PassConfig,
+) -> (crate::engine::model::Gradients, LossMetrics) {
+    let config = loss_config();
+    let totals = config.totals(sequences.iter().map(TrainSequence::trainable_tokens));
+    let mut gradients = decoder.zero_gradients();
+    let mut metrics = LossMetrics::default();
+    for micro in pack(sequences, budget, &config, totals).unwrap() {
+        let found =
+            accumulate_policy_gradient(decoder, &micro, &config, pass, &mut gradients).unwrap();
+        metrics.merge(&found);
+    }
+    (gradients, metrics)
+}
+
+/// Returns the loss without any backward pass.
+fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64 {
+    let config = loss_config();
+    let totals = config.totals(sequences.iter().map(TrainSequence::trainable_tokens));
+    let mut loss = 0.0;
+    for micro in pack(sequences, usize::MAX, &config, totals).unwrap() {
+        let hidden = decoder.hidden(&micro.batch, Adapters::On).unwrap();
+        let scores = score(decoder, &hidden, &micro.targets, temperature).unwrap();
+        for (i, &logprob) in scores.logprobs.iter().enumerate() {
+            let term = config.token(
+                logprob,
+                micro.old[i],
+                micro.reference(i),
+                micro.advantages[i],
+            );
+            loss += term.loss * micro.weights[i];
+        }
+    }
+    loss
+}
+
+#[rstest]
+fn every_trainable_tensor_has_the_gradient_of_finite_differences(
+    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(Trainable::Full, lora())] trainable: Trainable,
+) {
+    let decoder = decoder(kind, DType::F64, &trainable);
+    let sequences = sequences(3);
+    let temperature = 0.8;
+    let pass = PassConfig {
+        temperature,
+        recompute: false,
+    };
+    let (gradients, metrics) = gradients(&decoder, &sequences, usize::MAX, pass);
+    assert!((metrics.loss - loss(&decoder, &sequences, temperature)).abs() < 1e-12);
+    let step = 1e-5;
+    for (index, (name, var)) in decoder.variables().iter().enumerate() {
+        let gradient = gradients.tensor(index).unwrap().flatten_all().unwrap();
+        let gradient = gradient.to_vec1::<f64>().unwrap();
+        let original = var.as_detached_tensor().copy().unwrap();
+        // A random direction covers every element at once; single elements tell a permutation.
+        let len = var.elem_count();
+        let mut directions = vec![
+            (0..len)
+                .map(|i| ((i * 5 + 1) as f64).cos())
+                .collect::<Vec<_>>(),
+        ];
+        for i in [0, len / 3, len - 1] {
+            let mut single = vec![0.0; len];
+            single[i] = 1.0;
+            directions.push(single);
+        }
+        assert!(
+            gradient.iter().any(|&g| g.abs() > 1e-9),
+            "{name} has no gradient"
+        );
+        for direction in directions {
+            let expected: f64 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
+            let direction = Tensor::from_vec(direction, var.shape(), &Device::Cpu).unwrap();
+            let at = |by: f64| {
+                var.set(&(&original + (&direction * by).unwrap()).unwrap())
+                    .unwrap();
+                loss(&decoder, &sequences, temperature)
+            };
+            let slope = (at(step) - at(-step)) / (2.0 * step);
+            assert!(
+                (slope - expected).abs() < 1e-8 + 1e-5 * expected.abs(),
+                "{name}: {slope} {expected}"
+            );
+        }
+        var.set(&original).unwrap();
+    }
+}
+
+#[rstest]
+fn micro_batches_and_recomputation_do_not_change_the_gradient(
+    #[values(Trainable::Full, lora())] trainable: Trainable,
+) {
+    let decoder = decoder(ModelType::Qwen3, DType::F64, &trainable);
+    let sequences = sequences(8);
+    let (whole, metrics) = gradients(&decoder, &sequences, usize::MAX, PassConfig::default());
+    for budget in [1, 12, 25] {
+        let pass = PassConfig {
+            recompute: budget == 12,
+            ..PassConfig::default()
+        };
+        let (split, found) = gradients(&decoder, &sequences, budget, pass);
+        assert!((found.loss - metrics.loss).abs() < 1e-12);
+        assert_eq!(found.tokens, metrics.tokens);
+        for index in 0..whole.len() {
+            let difference = (whole.tensor(index).unwrap() - split.tensor(index).unwrap()).unwrap();
+            let worst = difference
+                .abs()
+                .unwrap()
+                .flatten_all()
+                .unwrap()
+                .max(0)
+                .unwrap();
+            assert!(
+                worst.to_scalar::<f64>().unwrap() < 1e-12,
+                "{}",
+                whole.name(index)
+            );
+        }
+    }
+}
+
+#[test]
+fn a_fresh_adapter_has_no_divergence_from_its_reference() {
+    let config = toy(ModelType::Llama);
+    let weights = random_weights(&config, 3, DType::F32, &Device::Cpu).unwrap();
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &lora(), 4).unwrap();
+    let loss = LossConfig {
+        kl_coef: 0.04,
+        ..LossConfig::default()
+    };
+    let sequences = sequences(4);
+    let totals = loss.totals(sequences.iter().map(TrainSequence::trainable_tokens));
+    let [mut micro] = pack(&sequences, 1000, &loss, totals)
+        .unwrap()
+        .try_into()
+        .unwrap();
+    let score = |adapters| {
+        score_micro_batch(&decoder, &micro, adapters, 1.0)
+            .unwrap()
+            .logprobs
+    };
+    let (policy, reference) = (score(Adapters::On), score(Adapters::Off));
+    assert_eq!(policy, reference);
+    (micro.old, micro.reference) = (policy, reference);
+    let pass = PassConfig {
+        recompute: true,
+        ..PassConfig::default()
+    };
+    let mut gradients = decoder.zero_gradients();
+    let metrics =
+        accumulate_policy_gradient(&decoder, &micro, &loss, pass, &mut gradients).unwrap();
+    assert_eq!((metrics.kl(), metrics.ratio_range()), (0.0, (1.0, 1.0)));
+}
+
+#[test]
+fn sharing_a_prompt_does_not_change_the_gradient() {
+    let decoder = decoder(ModelType::Qwen3, DType::F64, &Trainable::Full);
+    let prompt = random_tokens(20, 19, 3);
+    let sequences: Vec<_> = sequences(6)
+        .into_iter()
+        .enumerate()
+        .map(|(i, sequence)| {
+            let pad = |value: f64| vec![value; 20];
+            TrainSequence {
+                tokens: [&prompt[..], &sequence.tokens].concat(),
+                loss_mask: [&[false; 20][..], &sequence.loss_mask].concat(),
+                logprobs: [pad(0.0), sequence.logprobs].concat(),
+                reference: Some([pad(0.0), sequence.reference.unwrap()].concat()),
+                advantage: i as f64 - 2.5,
+            }
+        })
+        .collect();
+    let (apart, metrics) = gradients(&decoder, &sequences, 1, PassConfig::default());
+    let (shared, found) = gradients(&decoder, &sequences, usize::MAX, PassConfig::default());
+    assert!((found.loss - metrics.loss).abs() < 1e-12);
+    let config = loss_config();
+    let [micro] = pack(&sequences, 1000, &config, config.totals([1]))
+        .unwrap()
+        .try_into()
+        .unwrap();
+    let separate: usize = sequences
+        .iter()
+        .map(|sequence| sequence.tokens.len() - 1)
+        .sum();
+    assert!(
+        micro.batch.len() <= separate - 5 * 20,
+        "the prompt is there once"
+    );
+    for index in 0..apart.len() {
+        let difference = (apart.tensor(index).unwrap() - shared.tensor(index).unwrap()).unwrap();
+        let worst = difference
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
+        assert!(
+            worst.to_scalar::<f64>().unwrap() < 1e-12,
+            "{}",
+            apart.name(index)
+        );
+    }
+}
+
+#[rstest]
+fn the_composed_head_agrees_with_the_fused_one(
+    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+) {
+    let config = toy(kind);
+    let weights = random_weights(&config, 1, DType::F64, &Device::Cpu).unwrap();
+    let fused = Decoder::new(
+        config.clone(),
+        weights.clone(),
+        &Device::Cpu,
+        &Trainable::Full,
+        0,
+    )
+    .unwrap();
+    let composed =
+        Decoder::new_composed(config, weights, &Device::Cpu, &Trainable::Full, 0).unwrap();
+    let sequences = sequences(5);
+    let pass = PassConfig {
+        temperature: 1.3,
+        recompute: false,
+    };
+    let (found, found_metrics) = gradients(&composed, &sequences, 20, pass);
+    let (expected, metrics) = gradients(&fused, &sequences, 20, pass);
+    assert!((found_metrics.loss - metrics.loss).abs() < 1e-12);
+    assert!((found_metrics.entropy() - metrics.entropy()).abs() < 1e-12);
+    for index in 0..expected.len() {
+        let difference = (expected.tensor(index).unwrap() - found.tensor(index).unwrap()).unwrap();
+        let worst = difference
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
+        assert!(
+            worst.to_scalar::<f64>().unwrap() < 1e-11,
+            "{}",
+            expected.name(index)
+        );
+    }
+    // The same step of the optimizer, too.
+    let config = AdamWConfig {
+        weight_decay: 0.1,
+        ..AdamWConfig::default()
+    };
+    for (decoder, gradients) in [(&fused, &expected), (&composed, &found)] {
+        let mut optimizer = AdamW::new(decoder, config).unwrap();
+        let first = optimizer.step(decoder, gradients, 1e-2).unwrap();
+        assert!(first.grad_norm > 0.0 && first.clip_factor <= 1.0);
+        optimizer.step(decoder, gradients, 1e-2).unwrap();
+    }
+    for ((name, fused), (_, composed)) in fused.variables().iter().zip(composed.variables()) {
+        let difference = (fused.as_tensor() - composed.as_tensor()).unwrap();
+        let worst = difference
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
+        assert!(worst.to_scalar::<f64>().unwrap() < 1e-8, "{name}");
+    }
+}
+
+#[test]
+fn the_golden_next_token_shift_holds() {
+    // A model whose hidden states are given is a head alone.
+    let case = golden("next_token_shift");
+    let hidden = case.rows("inputs", "hidden").concat();
+    let head = case.rows("inputs", "lm_head").concat();
+    let config = ModelConfig {
+        vocab_size: 5,
+        hidden_size: 3,
+        tie_word_embeddings: false,
+        ..toy(ModelType::Llama)
+    };
+    let mut weights = random_weights(&config, 1, DType::F64, &Device::Cpu).unwrap();
+    let head = Tensor::from_vec(head, (5, 3), &Device::Cpu).unwrap();
+    weights.insert("lm_head.weight".to_owned(), head);
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
+    let hidden = Tensor::from_vec(hidden, (4, 3), &Device::Cpu).unwrap();
+    let ids = [3, 0, 2, 4];
+    let sequence = TrainSequence {
+        tokens: ids.to_vec(),
+        loss_mask: vec![false, false, true, true],
+        ..TrainSequence::default()
+    };
+    let config = LossConfig::default();
+    let totals = config.totals([2]);
+    let [micro] = pack(&[sequence], 10, &config, totals)
+        .unwrap()
+        .try_into()
+        .unwrap();
+    let hidden = hidden.narrow(0, 0, micro.batch.len()).unwrap();
+    let found = score(&decoder, &hidden, &micro.targets, 1.0)
+        .unwrap()
+        .logprobs;
+    let expected = case.floats("expected", "completion_logps");
+    let mutant = case.floats("mutants", "unshifted");
+    for i in 0..2 {
+        assert!((found[i] - expected[i]).abs() < 1e-9);
+        assert!((found[i] - mutant[i]).abs() > 1e-3);
+    }
+}
+
+/// Samples one token after the prompt and rewards a fixed one.
+#[rstest]
+fn a_bandit_learns_its_token_in_fifty_steps(
+    #[values(Trainable::Full, lora())] trainable: Trainable,
+) {
+    use rand::{RngExt as _, SeedableRng as _};
+    const ARM: u32 = 7;
+    const PULLS: usize = 64;
+    let config = ModelConfig {
+        hidden_size: 32,
+        ..toy(ModelType::Qwen3)
+    };
+    let mut weights = random_weights(&config, 5, DType::F32, &Device::Cpu).unwrap();
+    // The head is the embedding, and the last norm fixes the length of what it reads: under a frozen
+    // embedding of deviation 0.02 no adapter could make any token likely.
+    let embedding = weights.get_mut("model.embed_tokens.weight").unwrap();
+    *embedding = (&*embedding * 10.0).unwrap();
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &trainable, 5).unwrap();
+    let mut optimizer = AdamW::new(&decoder, AdamWConfig::default()).unwrap();
+    let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(1);
+    let prompt = [1, 2, 3];
+    let probability = |decoder: &Decoder| {
+        let batch = PackedBatch::from_sequences([prompt]);
+        let hidden = decoder.hidden(&batch, Adapters::On).unwrap();
+        let targets = Targets {
+            positions: vec![2],
+            tokens: vec![ARM],
+        };
+        score(decoder, &hidden, &targets, 1.0).unwrap().logprobs[0].exp()
+    };
+    assert!(probability(&decoder) < 0.2);
+    let loss = LossConfig::default();
+    let mut gradients = decoder.zero_gradients();
+    let mut first_step_ratios = Vec::new();
+    for step in 0..50 {
+        let mut cache = decoder.new_cache(10_000);
+        let row = cache.add_row();
+        let batch = PackedBatch::from_sequences([prompt]);
+        let hidden = decoder.hidden_cached(&batch, &mut cache, &[row]).unwrap();
+        let logits = decoder.logits(&hidden.narrow(0, 2, 1).unwrap()).unwrap();
+        let logits = logits.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let total = crate::engine::model::ops::log_sum_exp(&logits, 1.0);
+        let pulls: Vec<(u32, f64)> = (0..PULLS)
+            .map(|_| {
+                let mut left = random.random::<f32>();
+                let token = logits
+                    .iter()
+                    .position(|logit| {
+                        left -= (logit - total).exp();
+                        left < 0.0
+                    })
+                    .unwrap_or(logits.len() - 1);
+                (
+                    u32::try_from(token).unwrap(),
+                    f64::from(logits[token] * 1.0 - total),
+                )
+            })
+            .collect();
+        let members: Vec<_> = pulls
+            .iter()
+            .map(|&(token, _)| GroupMember {
+                group: 0,
+                reward: Some(f64::from(u8::from(token == ARM))),
+                trainable_tokens: 1,
+            })
+            .collect();
+        let advantages = group_advantages(&members, AdvantageConfig::default()).unwrap();
+        let sequences: Vec<_> = pulls
+            .iter()
+            .zip(&advantages.values)
+            .map(|(&(token, logprob), advantage)| TrainSequence {
+                tokens: vec![1, 2, 3, token],
+                loss_mask: vec![false, false, false, true],
+                logprobs: vec![0.0, 0.0, 0.0, logprob],
+                reference: None,
+                advantage: advantage.unwrap(),
+            })
+            .collect();
+        let totals = loss.totals(vec![1; PULLS]);
+        gradients.clear();
+        for micro in pack(&sequences, 40, &loss, totals).unwrap() {
+            let pass = PassConfig::default();
+            let metrics =
+                accumulate_policy_gradient(&decoder, &micro, &loss, pass, &mut gradients).unwrap();
+            first_step_ratios.push(metrics.ratio_range());
+        }
+        let rate = if step < 5 { 0.01 } else { 0.02 };
+        optimizer.step(&decoder, &gradients, rate).unwrap();
+    }
+    assert!(probability(&decoder) > 0.95, "{}", probability(&decoder));
+    // Sampler and trainer agree to the last bit, on every step.
+    assert!(
+        first_step_ratios.iter().all(|&range| range == (1.0, 1.0)),
+        "{first_step_ratios:?}"
+    );
+}
+
+#[test]
+fn adamw_takes_the_golden_step() {
+    let case = golden("adamw_one_step_with_clip");
+    let found = optim::one_step_for_tests(
+        &case.floats("inputs", "theta"),
+        &case.floats("inputs", "grad"),
+        case.float("inputs", "lr"),
+        AdamWConfig {
+            weight_decay: case.float("inputs", "weight_decay"),
+            max_grad_norm: Some(case.float("inputs", "max_grad_norm")),
+            ..AdamWConfig::default()
+        },
+    );
+    let expected = case.floats("expected", "theta_after");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() < 1e-9, "{found} {expected}");
+    }
+}
+
+#[rstest]
+fn a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    #[values(Trainable::Full, lora())] trainable: Trainable,
+) {
+    let run = tempfile::tempdir().unwrap();
+    let sequences = sequences(4);
+    let train = |decoder: &Decoder, optimizer: &mut AdamW, steps: usize| {
+        for _ in 0..steps {
+            let (gradients, _) = gradients(decoder, &sequences, 20, PassConfig::default());
+            optimizer.step(decoder, &gradients, 1e-2).unwrap();
+        }
+    };
+    let snapshot = |decoder: &Decoder| -> HashMap<String, Vec<f32>> {
+        let read = |var: &Tensor| var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        decoder
+            .variables()
+            .iter()
+            .map(|(name, var)| (name.clone(), read(var)))
+            .collect()
+    };
+    let whole = decoder(ModelType::Qwen3, DType::F32, &trainable);
+    let mut optimizer = AdamW::new(&whole, AdamWConfig::default()).unwrap();
+    train(&whole, &mut optimizer, 2);
+    let state = TrainState {
+        step: 2,
+        seed: 3,
+        extra: serde_json::json!({"cursor": 17}),
+    };
+    let path = save_checkpoint(run.path(), &whole, &optimizer, &state, Some("toy")).unwrap();
+    train(&whole, &mut optimizer, 2);
+
+    assert_eq!(latest_checkpoint(run.path()).unwrap(), Some(path.clone()));
+    let resumed = decoder(ModelType::Qwen3, DType::F32, &trainable);
+    let mut optimizer = AdamW::new(&resumed, AdamWConfig::default()).unwrap();
+    assert_eq!(
+        load_checkpoint(&path, &resumed, &mut optimizer).unwrap(),
+        state
+    );
+    train(&resumed, &mut optimizer, 2);
+    assert_eq!(snapshot(&resumed), snapshot(&whole));
+}
+
+#[test]
+fn a_checkpoint_of_another_kind_is_refused_by_name() {
+    let run = tempfile::tempdir().unwrap();
+    let full = decoder(ModelType::Qwen3, DType::F32, &Trainable::Full);
+    let optimizer = AdamW::new(&full, AdamWConfig::default()).unwrap();
+    let state = TrainState {
+        step: 0,
+        seed: 0,
+        extra: serde_json::Value::Null,
+    };
+    let path = save_checkpoint(run.path(), &full, &optimizer, &state, None).unwrap();
+    let adapted = decoder(ModelType::Qwen3, DType::F32, &lora());
+    let mut optimizer = AdamW::new(&adapted, AdamWConfig::default()).unwrap();
+    let error = load_checkpoint(&path, &adapted, &mut optimizer)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.ends_with("it holds all weights, the run trains an adapter"),
+        "{error}"
+    );
+    fs_err::remove_file(path.join("optimizer.safetensors")).unwrap();
+    let mut optimizer = AdamW::new(&full, AdamWConfig::default()).unwrap();
+    let error = load_checkpoint(&path, &full, &mut optimizer)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("optimizer.safetensors"), "{error}");
+}
+
+#[test]
+fn an_overflowed_gradient_leaves_the_weights_alone() {
+    let decoder = decoder(ModelType::Qwen3, DType::F32, &Trainable::Full);
+    let mut optimizer = AdamW::new(&decoder, AdamWConfig::default()).unwrap();
+    let mut sequences = sequences(1);
+    sequences[0].advantage = f64::INFINITY;
+    let (gradients, _) = gradients(&decoder, &sequences, 100, PassConfig::default());
+    let before = decoder.version();
+    let error = optimizer.step(&decoder, &gradients, 1e-3).unwrap_err();
+    assert!(
+        error.to_string().contains("weights are left as they were"),
+        "{error}"
+    );
+    assert_eq!((decoder.version(), optimizer.steps()), (before, 0));
+}
+
+#[test]
+fn schedules_warm_up_and_fall() {
+    let schedule = LrSchedule {
+        learning_rate: 1.0,
+        warmup_steps: 4,
+        total_steps: 14,
+        kind: ScheduleKind::Cosine,
+    };
+    let rates: Vec<f64> = [0, 3, 4, 9, 14, 20]
+        .iter()
+        .map(|&step| schedule.rate(step))
+        .collect();
+    for (found, expected) in rates.iter().zip([0.25, 1.0, 1.0, 0.5, 0.0, 0.0]) {
+        assert!((found - expected).abs() < 1e-12, "{rates:?}");
+    }
+    let linear = LrSchedule {
+        kind: ScheduleKind::Linear,
+        ..schedule
+    };
+    assert!((linear.rate(9) - 0.5).abs() < 1e-12);
+    let constant = LrSchedule {
+        kind: ScheduleKind::Constant,
+        warmup_steps: 0,
+        ..schedule
+    };
+    assert_eq!((constant.rate(0), constant.rate(100)), (1.0, 1.0));
+}
+
+/// Compares with the numbers of transformers and PEFT (see `tests/golden/make_toy_models.py`).
+#[rstest]
+#[case("qwen3", ModelType::Qwen3, Trainable::Full)]
+#[case("llama", ModelType::Llama, Trainable::Full)]
+#[case("qwen3_lora", ModelType::Qwen3, lora())]
+fn logits_and_gradients_are_those_of_transformers(
+    #[case] name: &str,
+    #[case] kind: ModelType,
+    #[case] trainable: Trainable,
+) {
+    let text = fs_err::read_to_string(golden_folder().join("toy_models.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let case = &golden["models"][name];
+    let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
+
+    let config = toy(kind);
+    let weights = formula_weights(&config, DType::F64);
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &trainable, 0).unwrap();
+    if decoder.lora().is_some() {
+        let shape = |(name, var): &(String, candle_core::Var)| (name.clone(), var.dims().to_vec());
+        let shapes = decoder.variables().iter().map(shape).collect();
+        decoder.set_variables(&formula(shapes, DType::F64)).unwrap();
+    }
+
+    // transformers computes the rotary angles in f32 and keeps their cosines so.
+    let tolerance = 2e-6;
+    let hidden = decoder
+        .hidden(&PackedBatch::from_sequences(&sequences), Adapters::On)
+        .unwrap();
+    let found = decoder.logits(&hidden).unwrap().to_vec2::<f64>().unwrap();
+    let expected: Vec<Vec<Vec<f64>>> = serde_json::from_value(case["logits"].clone()).unwrap();
+    for (found, expected) in found
+        .iter()
+        .flatten()
+        .zip(expected.iter().flatten().flatten())
+    {
+        assert!((found - expected).abs() < tolerance, "{found} {expected}");
+    }
+
+    let sequences: Vec<_> = sequences
+        .into_iter()
+        .map(|tokens| TrainSequence {
+            loss_mask: (0..tokens.len()).map(|t| t > 0).collect(),
+            tokens,
+            ..TrainSequence::default()
+        })
+        .collect();
+    let config = LossConfig::default();
+    let totals = config.totals(sequences.iter().map(TrainSequence::trainable_tokens));
+    let mut gradients = decoder.zero_gradients();
+    let mut metrics = LossMetrics::default();
+    for micro in pack(&sequences, 12, &config, totals).unwrap() {
+        let pass = PassConfig::default();
+        metrics.merge(&accumulate_nll_gradient(&decoder, &micro, pass, &mut gradients).unwrap());
+    }
+    assert!((metrics.loss - case["loss"].as_f64().unwrap()).abs() < tolerance);
+    let expected = case["gradients"].as_object().unwrap();
+    assert_eq!(gradients.len(), expected.len());
+    for index in 0..gradients.len() {
+        let name = gradients.name(index);
+        let found = gradients.tensor(index).unwrap().flatten_all().unwrap();
+        let found = found.to_vec1::<f64>().unwrap();
+        let norm = found.iter().map(|g| g * g).sum::<f64>().sqrt();
+        let expected = &expected[name];
+        assert!(
+            (norm - expected["norm"].as_f64().unwrap()).abs() < tolerance,
+            "{name}"
+        );
+        let first: Vec<f64> = serde_json::from_value(expected["first"].clone()).unwrap();
+        for (found, expected) in found.iter().zip(&first) {
+            assert!(
+                (found - expected).abs() < tolerance,
+                "{name}: {found} {expected}"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_adapter_that_peft_wrote_gives_the_logits_of_peft() {
+    let adapter = LoraAdapter::load(
+        &golden_folder().join("toy_adapter"),
+        DType::F64,
+        &Device::Cpu,
+    )
+    .unwrap();
+    let config = toy(ModelType::Qwen3);
+    let weights = formula_weights(&config, DType::F64);
+    let trainable = Trainable::Lora(adapter.config.clone());
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &trainable, 0).unwrap();
+    decoder.load_adapter(&adapter).unwrap();
+
+    let text = fs_err::read_to_string(golden_folder().join("toy_models.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
+    let expected: Vec<Vec<Vec<f64>>> =
+        serde_json::from_value(golden["models"]["qwen3_lora"]["logits"].clone()).unwrap();
+    let hidden = decoder
+        .hidden(&PackedBatch::from_sequences(&sequences), Adapters::On)
+        .unwrap();
+    let found = decoder.logits(&hidden).unwrap().to_vec2::<f64>().unwrap();
+    for (found, expected) in found
+        .iter()
+        .flatten()
+        .zip(expected.iter().flatten().flatten())
+    {
+        // The file holds f32.
+        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+}
