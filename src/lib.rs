@@ -4,12 +4,15 @@
 //! → [`trainer`] → run folder.
 
 pub mod chat;
+pub mod cli;
+pub mod config;
 pub mod engine;
 pub mod env;
 pub mod eval;
 pub mod grader;
 pub mod hub;
 pub mod rollout;
+pub mod run;
 pub mod sandbox;
 pub mod task;
 pub mod trainer;

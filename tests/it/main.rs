@@ -1,9 +1,12 @@
 //! Integration tests: one binary.
 
 mod chat;
+mod cli;
+mod config;
 mod engine;
 mod grader;
 mod layering;
+mod run;
 mod sandbox;
 mod task;
 mod trajectory;

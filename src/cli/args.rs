@@ -1,0 +1,120 @@
+//! Arguments that several commands share.
+
+use std::io::IsTerminal as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use clap::{Args, ValueEnum};
+
+use crate::sandbox::{Limits, SandboxError};
+
+/// Options of every command.
+#[derive(Debug, Args)]
+pub(super) struct GlobalArgs {
+    /// Print nothing but data and errors
+    #[arg(short, long, global = true)]
+    pub(super) quiet: bool,
+    /// Log more: -v info, -vv debug, -vvv trace
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(super) verbose: u8,
+}
+
+impl GlobalArgs {
+    /// Sends log lines to standard error at the level asked for; `WARDIAN_LOG` overrides.
+    pub(super) fn init_tracing(&self) {
+        let default = match self.verbose {
+            0 => "warn",
+            1 => "info",
+            2 => "debug",
+            _ => "trace",
+        };
+        let filter = tracing_subscriber::EnvFilter::try_from_env("WARDIAN_LOG")
+            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
+        tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .with_ansi(std::io::stderr().is_terminal())
+            .init();
+    }
+}
+
+/// How a command prints its result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(super) enum Format {
+    /// For people
+    #[default]
+    Text,
+    /// One JSON value
+    Json,
+}
+
+/// The run file and what overrides it.
+#[derive(Debug, Clone, Args)]
+pub(super) struct ConfigArgs {
+    /// Run file (TOML); keys it does not name have their defaults
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+    /// Model: a Hugging Face folder, a GGUF file or a hub id [default: the carried starter model]
+    #[arg(long, value_name = "PATH_OR_HUB_ID")]
+    pub(super) model: Option<String>,
+    /// Tasks: a JSON, JSONL or parquet file, a dataset folder or a hub id [default: the carried
+    /// tasks]
+    #[arg(long, value_name = "PATH_OR_HUB_ID")]
+    pub(super) tasks: Option<String>,
+    /// Seed of everything random
+    #[arg(long)]
+    pub(super) seed: Option<u64>,
+    /// Override one key of the run file, such as `trainer.steps=20`; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub(super) overrides: Vec<String>,
+}
+
+/// What lets the interpreter start and a small program run.
+const MIN_MEMORY: ByteSize = ByteSize::mib(64);
+
+/// Limits of a sandboxed program.
+#[derive(Debug, Clone, Args)]
+pub(super) struct LimitArgs {
+    /// Memory of the whole interpreter
+    #[arg(long, value_name = "SIZE", default_value = "256MiB")]
+    memory: ByteSize,
+    /// Instructions, counted in WebAssembly operators
+    #[arg(long, value_name = "N")]
+    fuel: Option<u64>,
+    /// Wall-clock time, such as `2s` or `500ms`
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    timeout: Option<Duration>,
+}
+
+impl LimitArgs {
+    /// Returns the limits asked for.
+    pub(super) fn to_limits(&self) -> Result<Limits, SandboxError> {
+        let defaults = Limits::default();
+        let limits = Limits {
+            memory: self.memory,
+            fuel: self.fuel.unwrap_or(defaults.fuel),
+            deadline: self.timeout.unwrap_or(defaults.deadline),
+            ..defaults
+        };
+        limits.validate()?;
+        if limits.memory < MIN_MEMORY {
+            return Err(SandboxError::InvalidLimit {
+                name: "memory",
+                reason: format!(
+                    "must be at least {MIN_MEMORY}, of which the interpreter takes half, is {}",
+                    limits.memory
+                ),
+            });
+        }
+        Ok(limits)
+    }
+}
+
+/// Reads `2s`, `500ms` or `1m 30s`.
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let duration: jiff::SignedDuration = text
+        .parse()
+        .map_err(|error| format!("expected a time such as `2s` or `500ms`: {error}"))?;
+    Duration::try_from(duration).map_err(|_| "a time cannot be negative".to_owned())
+}

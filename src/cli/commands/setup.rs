@@ -1,0 +1,186 @@
+//! What `train`, `sft` and `eval` begin with: a configuration and what it names.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::cli::args::ConfigArgs;
+use crate::cli::failure::Failure;
+use crate::config::RunConfig;
+use crate::engine::model::{LoraAdapter, Trainable};
+use crate::grader::{GradeLimits, UnitTestGrader};
+use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
+use crate::sandbox::{CacheFolder, Limits, WasmRuntime};
+
+/// A configuration, with the starter's names replaced by paths.
+#[derive(Debug)]
+pub(super) struct Resolved {
+    /// What to run.
+    pub(super) config: RunConfig,
+    /// A short name for the run.
+    pub(super) name: String,
+    /// Keeps the starter's files where there is no cache folder.
+    pub(super) scratch: Option<tempfile::TempDir>,
+}
+
+/// What a configuration names, loaded.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) config: RunConfig,
+    pub(super) policy: Policy,
+    pub(super) workbench: Workbench,
+    /// Keeps the starter's files where there is no cache folder.
+    pub(super) scratch: Option<tempfile::TempDir>,
+}
+
+/// Resolves the configuration: the file, or the starter's where neither a file, a model nor tasks
+/// are named; then the arguments; then `--set`.
+pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
+    let mut sets = Vec::new();
+    let quoted = |text: &str| toml::Value::String(text.to_owned()).to_string();
+    sets.extend(
+        args.model
+            .iter()
+            .map(|model| format!("model.path={}", quoted(model))),
+    );
+    sets.extend(
+        args.tasks
+            .iter()
+            .map(|tasks| format!("task.path={}", quoted(tasks))),
+    );
+    sets.extend(args.seed.iter().map(|seed| format!("seed={seed}")));
+    sets.extend(args.overrides.iter().cloned());
+    let config = match &args.config {
+        Some(path) => RunConfig::load(Some(path), &sets),
+        // The starter's settings suit its own model, and nothing else.
+        None if args.model.is_none() => RunConfig::from_toml(STARTER_RUN, &sets),
+        None => {
+            if args.tasks.is_none() {
+                sets.insert(0, format!("task.path={}", quoted(STARTER)));
+            }
+            RunConfig::load(None, &sets)
+        }
+    };
+    let mut config = config.map_err(Failure::usage)?;
+    let name = [&config.model.path, &config.task.path].map(|path| {
+        path.trim_end_matches('/')
+            .rsplit('/')
+            .next()
+            .unwrap_or(path)
+            .to_owned()
+    });
+    let name = if name[0] == name[1] {
+        name[0].clone()
+    } else {
+        name.join("-")
+    };
+    let mut scratch = None;
+    if config.model.path == STARTER || config.task.path == STARTER {
+        let folder = match CacheFolder::User.path() {
+            Some(folder) => folder,
+            None => scratch
+                .insert(tempfile::tempdir().map_err(Failure::internal)?)
+                .path()
+                .to_owned(),
+        };
+        let starter = Starter::unpack(&folder).map_err(Failure::from)?;
+        let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        if config.model.path == STARTER {
+            config.model.path = text(starter.model());
+        }
+        if config.task.path == STARTER {
+            config.task.path = text(starter.train_tasks());
+            config
+                .task
+                .eval_path
+                .get_or_insert_with(|| text(starter.heldout_tasks()));
+        }
+    }
+    // The folder of an adapter stands for its base model with the adapter on.
+    let base = LoraAdapter::base_model_of(config.model.path.as_ref())
+        .map_err(|error| Failure::from(RunError::from(error)))?;
+    if let Some(base) = base {
+        let folder = std::mem::replace(&mut config.model.path, base);
+        config.model.adapter = Some(folder);
+        config.validate().map_err(Failure::usage)?;
+    }
+    Ok(Resolved {
+        config,
+        name,
+        scratch,
+    })
+}
+
+/// Resolves a configuration for measuring: tasks named by an argument are the ones to measure on.
+pub(super) fn resolve_for_eval(args: &ConfigArgs) -> Result<Resolved, Failure> {
+    let mut args = args.clone();
+    if let Some(tasks) = &args.tasks {
+        let path = toml::Value::String(tasks.clone());
+        args.overrides.insert(0, format!("task.eval_path={path}"));
+    } else if args.model.is_some() && args.config.is_none() {
+        // A model alone is measured on the starter's tasks: what it was trained on, as a rule.
+        args.tasks = Some(STARTER.to_owned());
+        let starter: toml::Table = STARTER_RUN.parse().map_err(Failure::internal)?;
+        for room in ["rollout", "sandbox", "eval"] {
+            let Some(toml::Value::Table(keys)) = starter.get(room) else {
+                continue;
+            };
+            let keys = keys
+                .iter()
+                .map(|(key, value)| format!("{room}.{key}={value}"));
+            args.overrides.splice(0..0, keys);
+        }
+    }
+    resolve(&args)
+}
+
+/// Loads the policy, trainable or not, and puts the workbench together.
+pub(super) fn load(
+    resolved: Resolved,
+    runtime: WasmRuntime,
+    is_trained: bool,
+) -> Result<Loaded, Failure> {
+    let config = resolved.config;
+    let weights = if is_trained {
+        trainable(&config)
+    } else {
+        Trainable::Frozen
+    };
+    let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
+    let workbench = workbench(&config, &policy, runtime);
+    Ok(Loaded {
+        config,
+        policy,
+        workbench,
+        scratch: resolved.scratch,
+    })
+}
+
+/// Puts the workbench together.
+pub(super) fn workbench(config: &RunConfig, policy: &Policy, runtime: WasmRuntime) -> Workbench {
+    let limits = GradeLimits::for_candidate(&Limits {
+        memory: config.sandbox.memory,
+        fuel: config.sandbox.fuel,
+        deadline: config.sandbox.grade_deadline,
+        ..Limits::default()
+    });
+    let grader = UnitTestGrader::new(runtime.clone(), limits);
+    Workbench::new(config, policy, Arc::new(runtime), Arc::new(grader))
+}
+
+/// Returns `runs/<time>-<name>`.
+pub(super) fn default_run_folder(resolved: &Resolved) -> PathBuf {
+    let time = jiff::ZonedDateTime::now()
+        .strftime("%Y%m%d-%H%M%S")
+        .to_string();
+    PathBuf::from("runs").join(format!("{time}-{}", resolved.name))
+}
+
+impl From<RunError> for Failure {
+    fn from(error: RunError) -> Self {
+        if error.is_usage() {
+            Self::usage(error)
+        } else {
+            Self::internal(error)
+        }
+    }
+}

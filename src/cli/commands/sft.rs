@@ -1,0 +1,127 @@
+//! `wardian sft`: imitating demonstrations.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::runtime::load_runtime;
+use super::setup::{self, Loaded};
+use crate::cli::ExitStatus;
+use crate::cli::args::ConfigArgs;
+use crate::cli::failure::{Failure, Outcome};
+use crate::cli::printer::Printer;
+use crate::cli::progress::Progress;
+use crate::run::{Policy, RunEvent, SftOptions, read_demonstrations, sft};
+
+/// Arguments of `wardian sft`.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct SftArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Demonstrations: JSONL of `{"messages": […]}`
+    #[arg(long, value_name = "FILE")]
+    demos: PathBuf,
+    /// Folder of the tuned model or adapter
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Begin with random weights; the model's folder needs no weights then
+    #[arg(long)]
+    from_scratch: bool,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 100)]
+    steps: usize,
+    /// Demonstrations of one step
+    #[arg(long, default_value_t = 32)]
+    batch_size: usize,
+    /// Highest step size; it falls along half a cosine
+    #[arg(long, default_value_t = 1e-4)]
+    learning_rate: f64,
+    /// Steps over which the step size rises
+    #[arg(long, default_value_t = 10)]
+    warmup_steps: usize,
+    /// Decoupled weight decay
+    #[arg(long, default_value_t = 0.0)]
+    weight_decay: f64,
+    /// Measure the pass rate every so many steps; 0 never does
+    #[arg(long, default_value_t = 0, value_name = "STEPS")]
+    measure_every: usize,
+    /// Stop at the first measurement with at least this pass rate
+    #[arg(long, value_name = "SHARE", requires = "measure_every")]
+    stop_at: Option<f64>,
+}
+
+pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
+    if args.out.is_dir()
+        && fs_err::read_dir(&args.out)
+            .map_err(Failure::usage)?
+            .next()
+            .is_some()
+    {
+        let message = format!(
+            "`{}` is not empty; choose another folder",
+            args.out.display()
+        );
+        return Err(Failure::usage(anyhow::anyhow!(message)));
+    }
+    let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
+    let resolved = setup::resolve(&args.config)?;
+    let runtime = load_runtime(printer)?;
+    let Loaded {
+        config,
+        policy,
+        workbench,
+        scratch: _scratch,
+    } = if args.from_scratch {
+        let config = resolved.config;
+        let policy =
+            Policy::from_scratch(config.model.path.as_ref(), config.seed).map_err(Failure::from)?;
+        let workbench = setup::workbench(&config, &policy, runtime);
+        Loaded {
+            config,
+            policy,
+            workbench,
+            scratch: resolved.scratch,
+        }
+    } else {
+        setup::load(resolved, runtime, true)?
+    };
+    let options = SftOptions {
+        steps: args.steps,
+        batch_size: args.batch_size,
+        learning_rate: args.learning_rate,
+        warmup_steps: args.warmup_steps,
+        weight_decay: args.weight_decay,
+        stop_at: args.stop_at,
+        measure_every: args.measure_every,
+    };
+    let mut progress = Progress::new(printer, "step", args.steps);
+    let mut observe = |event: RunEvent<'_>| match event {
+        RunEvent::SftStep { step, loss } => progress.update(step, &format!("· loss {loss:.3}")),
+        RunEvent::Evaluated { step, report } => {
+            progress.finish();
+            printer.note(&format!(
+                "Pass rate after step {step}: {:.1} % on {} tasks",
+                report.pass_at_1 * 100.0,
+                report.tasks
+            ));
+        }
+        _ => {}
+    };
+    let (_, steps) = sft(
+        &config,
+        &options,
+        &demonstrations,
+        &policy,
+        &workbench,
+        &args.out,
+        &mut observe,
+    )
+    .map_err(Failure::from)?;
+    progress.finish();
+    printer.note(&format!(
+        "Tuned in {steps} steps on {} demonstrations: {}",
+        demonstrations.len(),
+        args.out.display()
+    ));
+    Ok(ExitStatus::Success)
+}

@@ -1,0 +1,149 @@
+//! `wardian train`: GRPO on sandboxed Python tasks.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Args;
+
+use super::runtime::load_runtime;
+use super::setup::{self, Loaded};
+use crate::cli::ExitStatus;
+use crate::cli::args::{ConfigArgs, Format};
+use crate::cli::failure::{Failure, Outcome};
+use crate::cli::printer::Printer;
+use crate::cli::progress::{Progress, human_duration};
+use crate::config::TrainMode;
+use crate::run::{Measured, RunError, RunEvent, Summary, train};
+
+/// Arguments of `wardian train`.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct TrainArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Run folder [default: runs/<time>-<name>]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Shuffle rewards within each group: a control, under which nothing may be learned
+    #[arg(long)]
+    shuffle_rewards: bool,
+    /// How to print the summary
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
+    let mut config_args = args.config.clone();
+    if args.shuffle_rewards {
+        config_args
+            .overrides
+            .push("trainer.shuffle_rewards=true".to_owned());
+    }
+    let resolved = setup::resolve(&config_args)?;
+    if resolved.config.task.path.is_empty() {
+        return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
+    }
+    let out = match &args.out {
+        Some(out) => out.clone(),
+        None => setup::default_run_folder(&resolved),
+    };
+    let name = resolved.name.clone();
+    let runtime = load_runtime(printer)?;
+    let Loaded {
+        config,
+        policy,
+        workbench,
+        scratch: _scratch,
+    } = setup::load(resolved, runtime, true)?;
+    printer.note(&format!(
+        "Training {name} ({:.2} M parameters), {}",
+        policy.decoder.parameter_count() as f64 / 1e6,
+        match config.trainer.mode {
+            TrainMode::Full => "all of them",
+            TrainMode::Lora => "with LoRA",
+        },
+    ));
+    let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
+    let mut training = Progress::new(printer, "step", steps);
+    let mut measuring: Option<Progress<'_>> = None;
+    let started = Instant::now();
+    let mut observe = |event: RunEvent<'_>| match event {
+        RunEvent::Evaluating { done, total } => measuring
+            .get_or_insert_with(|| Progress::new(printer, "measuring", total))
+            .update(done, ""),
+        RunEvent::Evaluated { step, report } => {
+            if let Some(progress) = measuring.take() {
+                progress.finish();
+            }
+            printer.note(&format!(
+                "Pass rate on held-out tasks {}: {}",
+                if step == 0 {
+                    "before training".to_owned()
+                } else {
+                    format!("after step {step}")
+                },
+                percent(report.pass_at_1, report.ci95),
+            ));
+            training.restart_after(step);
+        }
+        RunEvent::Step {
+            step,
+            metrics,
+            tokens_per_second,
+            elapsed,
+        } => training.update(
+            step,
+            &format!(
+                "· reward {:.3} · {tokens_per_second:.0} tokens/s · {:.1} s/step",
+                metrics.reward,
+                elapsed.as_secs_f64(),
+            ),
+        ),
+        _ => {}
+    };
+    let summary = train(&config, &policy, &workbench, &out, &mut observe).map_err(Failure::from)?;
+    training.finish();
+    if args.format == Format::Json {
+        printer.json(&summary).map_err(Failure::internal)?;
+    } else {
+        let took = human_duration(started.elapsed());
+        printer.note(&describe(&summary, &took, &out.display().to_string()));
+    }
+    Ok(ExitStatus::Success)
+}
+
+fn percent(share: f64, [low, high]: [f64; 2]) -> String {
+    format!(
+        "{:.1} % (95 % interval {:.1} to {:.1})",
+        share * 100.0,
+        low * 100.0,
+        high * 100.0
+    )
+}
+
+/// Says how many samples we failed to score, where there are any.
+fn unscorable(count: u64) -> String {
+    match count {
+        0 => String::new(),
+        count => format!("; {count} could not be scored and are left out"),
+    }
+}
+
+fn describe(summary: &Summary, took: &str, out: &str) -> String {
+    let line = |measured: &Measured| percent(measured.pass_at_1, measured.ci95);
+    format!(
+        "\nDone in {took}: {} steps, {} tokens sampled\n  \
+         before  {}\n  \
+         after   {}\n  \
+         on {} held-out tasks, {} samples each{}\n\n\
+         Run folder  {out}\n\
+         Try next    wardian eval --model {out}/final\n            \
+         wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
+        summary.steps,
+        summary.tokens,
+        line(&summary.before),
+        line(&summary.after),
+        summary.after.tasks,
+        summary.after.samples,
+        unscorable(summary.before.unscorable + summary.after.unscorable),
+    )
+}

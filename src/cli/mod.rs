@@ -1,0 +1,99 @@
+//! The command line: arguments, commands and everything printed for people.
+//!
+//! Data goes to standard output, everything else to standard error. The exit status is an
+//! [`ExitStatus`]; a broken pipe is success.
+
+mod args;
+mod commands;
+mod failure;
+mod printer;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use self::args::GlobalArgs;
+use self::failure::report;
+use self::printer::Printer;
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExitStatus {
+    /// Done.
+    Success,
+    /// The work ran and failed: a program exited non-zero, a limit was met, a grade was not 1.
+    Failure,
+    /// Bad usage, configuration or input.
+    Usage,
+    /// Our fault.
+    Internal,
+    /// The exit code of the program that `exec` ran.
+    Guest(u32),
+}
+
+impl From<ExitStatus> for ExitCode {
+    fn from(status: ExitStatus) -> Self {
+        Self::from(match status {
+            ExitStatus::Success => 0,
+            ExitStatus::Failure => 1,
+            ExitStatus::Usage => 2,
+            ExitStatus::Internal => 3,
+            ExitStatus::Guest(code) => u8::try_from(code).unwrap_or(u8::MAX),
+        })
+    }
+}
+
+/// Train, evaluate and grade language-model agents on sandboxed Python.
+#[derive(Debug, Parser)]
+#[command(name = "wardian", version, propagate_version = true)]
+struct Cli {
+    #[command(flatten)]
+    global: GlobalArgs,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a model with GRPO on sandboxed Python tasks
+    Train(commands::train::TrainArgs),
+    /// Fine-tune a model on demonstrations, as a cold start for `train`
+    Sft(commands::sft::SftArgs),
+    /// Measure a model's pass@k on a task set
+    Eval(commands::eval::EvalArgs),
+    /// Run one Python program in a fresh sandbox
+    Exec(commands::exec::ExecArgs),
+    /// Grade submissions against a task set
+    Grade(commands::grade::GradeArgs),
+    /// Prepare the cached Python runtime, or show where it is
+    Runtime(commands::runtime::RuntimeArgs),
+}
+
+/// Parses the arguments, runs the command and reports its failure.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // clap's own exit codes are 0 for help and 2 for usage, which are ours too.
+            let code = error.exit_code();
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(code).unwrap_or(2));
+        }
+    };
+    cli.global.init_tracing();
+    let printer = Printer::new(cli.global.quiet);
+    let outcome = match cli.command {
+        Command::Train(args) => commands::train::run(&args, &printer),
+        Command::Sft(args) => commands::sft::run(&args, &printer),
+        Command::Eval(args) => commands::eval::run(&args, &printer),
+        Command::Exec(args) => commands::exec::run(&args, &printer),
+        Command::Grade(args) => commands::grade::run(&args, &printer),
+        Command::Runtime(args) => commands::runtime::run(&args, &printer),
+    };
+    match outcome {
+        Ok(status) => status.into(),
+        Err(failure) => report(&failure, &printer).into(),
+    }
+}

@@ -1,0 +1,81 @@
+//! The one place that writes to the terminal.
+
+use std::io::{self, IsTerminal as _, Write as _};
+
+use serde::Serialize;
+
+/// Writes data to standard output and everything else to standard error.
+#[derive(Debug, Clone)]
+pub(super) struct Printer {
+    quiet: bool,
+    live: bool,
+}
+
+#[expect(
+    clippy::unused_self,
+    reason = "all printing goes through one value, whether or not a line heeds `--quiet`"
+)]
+impl Printer {
+    pub(super) fn new(quiet: bool) -> Self {
+        Self {
+            quiet,
+            live: !quiet && io::stderr().is_terminal(),
+        }
+    }
+
+    /// Whether a line may be redrawn in place.
+    pub(super) fn is_live(&self) -> bool {
+        self.live
+    }
+
+    /// Writes a line of data to standard output.
+    pub(super) fn data(&self, text: &str) -> io::Result<()> {
+        let mut out = anstream::stdout().lock();
+        writeln!(out, "{text}")
+    }
+
+    /// Writes bytes of data to standard output as they are.
+    pub(super) fn raw(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        out.write_all(bytes)?;
+        out.flush()
+    }
+
+    /// Writes bytes to standard error as they are.
+    pub(super) fn raw_error(&self, bytes: &[u8]) -> io::Result<()> {
+        io::stderr().lock().write_all(bytes)
+    }
+
+    /// Writes one JSON value as a line of data.
+    pub(super) fn json(&self, value: &impl Serialize) -> io::Result<()> {
+        self.data(&serde_json::to_string(value)?)
+    }
+
+    /// Writes a line for people, unless `--quiet`.
+    pub(super) fn note(&self, text: &str) {
+        if !self.quiet {
+            let _ = writeln!(anstream::stderr(), "{text}");
+        }
+    }
+
+    /// Redraws the current line of a terminal.
+    pub(super) fn redraw(&self, text: &str) {
+        if self.live {
+            let mut err = anstream::stderr().lock();
+            let _ = write!(err, "\r\x1b[2K{text}");
+            let _ = err.flush();
+        }
+    }
+
+    pub(super) fn warning(&self, text: &str) {
+        let _ = writeln!(anstream::stderr(), "\x1b[33mwarning\x1b[0m: {text}");
+    }
+
+    pub(super) fn error(&self, text: &str) {
+        let _ = writeln!(anstream::stderr(), "\x1b[1;31merror\x1b[0m: {text}");
+    }
+
+    pub(super) fn cause(&self, text: &str) {
+        let _ = writeln!(anstream::stderr(), "  caused by: {text}");
+    }
+}

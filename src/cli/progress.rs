@@ -1,0 +1,96 @@
+//! The progress line of long commands.
+
+use std::time::{Duration, Instant};
+
+use super::printer::Printer;
+
+/// Redraws one line on a terminal; elsewhere prints a line now and then.
+#[derive(Debug)]
+pub(super) struct Progress<'a> {
+    printer: &'a Printer,
+    label: &'static str,
+    total: usize,
+    started: Instant,
+    first: usize,
+    last_line: Option<Instant>,
+}
+
+/// Time between lines where the terminal cannot be redrawn.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+
+impl<'a> Progress<'a> {
+    pub(super) fn new(printer: &'a Printer, label: &'static str, total: usize) -> Self {
+        Self {
+            printer,
+            label,
+            total,
+            started: Instant::now(),
+            first: 0,
+            last_line: None,
+        }
+    }
+
+    /// Shows that `done` of the total are done, with `detail` behind it.
+    pub(super) fn update(&mut self, done: usize, detail: &str) {
+        let left = self.time_left(done);
+        let line = format!("{} {done}/{} {detail} {left}", self.label, self.total);
+        if self.printer.is_live() {
+            self.printer.redraw(line.trim_end());
+        } else if done == self.total
+            || self
+                .last_line
+                .is_none_or(|last| last.elapsed() >= LINE_INTERVAL)
+        {
+            self.last_line = Some(Instant::now());
+            self.printer.note(line.trim_end());
+        }
+    }
+
+    /// Counts time from now on for what follows step `done`: measuring takes time that steps do
+    /// not.
+    pub(super) fn restart_after(&mut self, done: usize) {
+        self.started = Instant::now();
+        self.first = done;
+    }
+
+    /// Clears the line.
+    pub(super) fn finish(&self) {
+        self.printer.redraw("");
+    }
+
+    fn time_left(&self, done: usize) -> String {
+        if done <= self.first || done >= self.total {
+            return String::new();
+        }
+        let done_share = f64::from(u32::try_from(done - self.first).unwrap_or(u32::MAX));
+        let left = f64::from(u32::try_from(self.total - done).unwrap_or(u32::MAX));
+        let seconds = self.started.elapsed().as_secs_f64() / done_share * left;
+        format!(
+            "· {} left",
+            human_duration(Duration::from_secs_f64(seconds))
+        )
+    }
+}
+
+/// Returns a duration as `1 h 02 min`, `3 min 20 s` or `12 s`.
+pub(super) fn human_duration(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, s) => format!("{s} s"),
+        (0, m, s) => format!("{m} min {s:02} s"),
+        (h, m, _) => format!("{h} h {m:02} min"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_read_well() {
+        let shown = |seconds| human_duration(Duration::from_secs(seconds));
+        assert_eq!(shown(7), "7 s");
+        assert_eq!(shown(200), "3 min 20 s");
+        assert_eq!(shown(3720), "1 h 02 min");
+    }
+}

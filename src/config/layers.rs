@@ -1,0 +1,333 @@
+//! Reading the layers of a run's configuration and laying them over each other.
+
+use std::io::Read as _;
+use std::path::Path;
+
+use serde::Deserialize as _;
+use toml::{Table, Value};
+
+use super::{ConfigError, RunConfig};
+
+/// The largest run file that is read; they are a few kilobytes.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+impl RunConfig {
+    /// Reads a run file, lays `sets` (`section.key=value`) over it and validates the result.
+    ///
+    /// Without a file the defaults are laid under `sets`. A set's value is TOML, or any other text
+    /// for a string without quotes.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the file can not be read, or a key or a value is wrong; the error names it.
+    pub fn load<S: AsRef<str>>(path: Option<&Path>, sets: &[S]) -> Result<Self, ConfigError> {
+        let Some(path) = path else {
+            return Self::from_layers("", "run file", sets);
+        };
+        let io = |source| ConfigError::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let mut text = String::new();
+        let file = fs_err::File::open(path).map_err(io)?;
+        file.take(MAX_FILE_BYTES + 1)
+            .read_to_string(&mut text)
+            .map_err(io)?;
+        let (found, limit) = (text.len() as u64, MAX_FILE_BYTES);
+        if found > limit {
+            return Err(ConfigError::TooLarge {
+                path: path.to_owned(),
+                found,
+                limit,
+            });
+        }
+        Self::from_layers(&text, &format!("`{}`", path.display()), sets)
+    }
+
+    /// Does what [`RunConfig::load`] does, with the text of a run file.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a key or a value is wrong; the error names it.
+    pub fn from_toml<S: AsRef<str>>(text: &str, sets: &[S]) -> Result<Self, ConfigError> {
+        Self::from_layers(text, "run file", sets)
+    }
+
+    fn from_layers<S: AsRef<str>>(
+        text: &str,
+        origin: &str,
+        sets: &[S],
+    ) -> Result<Self, ConfigError> {
+        let syntax = |source| ConfigError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        };
+        let mut merged: Table = text.parse().map_err(syntax)?;
+        check(&merged, origin)?;
+        for set in sets {
+            let layer = parse_set(set.as_ref())?;
+            check(&layer, &format!("`--set {}`", set.as_ref()))?;
+            merge(&mut merged, layer);
+        }
+        let config = Self::deserialize(merged).map_err(syntax)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Returns the resolved configuration as a run file that reads back as the same run.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a number is too large for TOML, which [`RunConfig::validate`] refuses.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        toml::to_string(self)
+    }
+}
+
+/// Reads `a.b=value` as a table of its own.
+fn parse_set(text: &str) -> Result<Table, ConfigError> {
+    let fault = || ConfigError::Set {
+        text: text.to_owned(),
+    };
+    let (key, value) = text.split_once('=').ok_or_else(fault)?;
+    let parts: Vec<&str> = key.trim().split('.').collect();
+    if parts.iter().any(|part| part.is_empty()) {
+        return Err(fault());
+    }
+    let value = parse_value(value.trim());
+    Ok(nest(&parts, value))
+}
+
+/// Reads a TOML value; what is none is a string.
+fn parse_value(text: &str) -> Value {
+    let table = format!("value = {text}").parse::<Table>().ok();
+    let value = table
+        .filter(|table| table.len() == 1)
+        .and_then(|mut table| table.remove("value"));
+    value.unwrap_or_else(|| Value::String(text.to_owned()))
+}
+
+fn nest<P: AsRef<str>>(parts: &[P], value: Value) -> Table {
+    let mut table = Table::new();
+    if let Some((first, rest)) = parts.split_first() {
+        let inner = if rest.is_empty() {
+            value
+        } else {
+            Value::Table(nest(rest, value))
+        };
+        table.insert(first.as_ref().to_owned(), inner);
+    }
+    table
+}
+
+/// Lays `upper` over `lower`: sections are merged, values replaced.
+fn merge(lower: &mut Table, upper: Table) {
+    for (key, value) in upper {
+        match (lower.get_mut(&key), value) {
+            (Some(Value::Table(below)), Value::Table(above)) => merge(below, above),
+            (_, value) => {
+                lower.insert(key, value);
+            }
+        }
+    }
+}
+
+/// Checks that each key of a layer is known and that its value alone can be read, so that an error
+/// can name both.
+fn check(layer: &Table, origin: &str) -> Result<(), ConfigError> {
+    let known = Table::try_from(every_key()).map_err(|source| ConfigError::Value {
+        key: "defaults".to_owned(),
+        value: String::new(),
+        origin: origin.to_owned(),
+        problem: source.to_string(),
+    })?;
+    check_section(layer, &known, &known, &mut Vec::new(), origin)
+}
+
+fn check_section(
+    layer: &Table,
+    section: &Table,
+    known: &Table,
+    path: &mut Vec<String>,
+    origin: &str,
+) -> Result<(), ConfigError> {
+    for (name, value) in layer {
+        path.push(name.clone());
+        let key = path.join(".");
+        match (section.get(name), value) {
+            (None, _) => {
+                let hint = hint(name, &path[..path.len() - 1], section, known);
+                return Err(ConfigError::UnknownKey {
+                    key,
+                    origin: origin.to_owned(),
+                    hint,
+                });
+            }
+            (Some(Value::Table(inner)), Value::Table(layer)) => {
+                check_section(layer, inner, known, path, origin)?;
+            }
+            (Some(Value::Table(inner)), _) => {
+                let keys: Vec<&str> = inner.keys().map(String::as_str).collect();
+                let keys = keys.join(", ");
+                return Err(ConfigError::NotASection {
+                    key,
+                    origin: origin.to_owned(),
+                    keys,
+                });
+            }
+            (Some(_), value) => {
+                // Every key has a default, so a file with this one key alone is complete.
+                RunConfig::deserialize(nest(path, value.clone())).map_err(|error| {
+                    ConfigError::Value {
+                        key,
+                        value: value.to_string(),
+                        origin: origin.to_owned(),
+                        problem: error.message().trim_end().to_owned(),
+                    }
+                })?;
+            }
+        }
+        path.pop();
+    }
+    Ok(())
+}
+
+/// Returns a configuration with a value for every key, also for those that have none by default.
+fn every_key() -> RunConfig {
+    let mut config = RunConfig::default();
+    config.model.revision = Some(String::new());
+    config.model.adapter = Some(String::new());
+    config.task.split = Some(crate::task::Split::Train);
+    config.task.eval_path = Some(String::new());
+    config.task.eval_split = Some(crate::task::Split::Test);
+    config.task.limit = Some(1);
+    config.rollout.system_prompt = Some(String::new());
+    config.eval.limit = Some(1);
+    config
+}
+
+/// What TRL's `GRPOConfig` calls some keys.
+const RENAMED: [(&str, &str); 7] = [
+    ("epsilon", "trainer.clip_low"),
+    ("epsilon_high", "trainer.clip_high"),
+    ("loss_type", "trainer.loss"),
+    ("max_completion_length", "rollout.max_new_tokens"),
+    ("max_steps", "trainer.steps"),
+    ("max_tool_calling_iterations", "rollout.max_turns"),
+    ("num_generations", "rollout.group_size"),
+];
+
+/// Says which known key was probably meant: the nearest of the section, TRL's name for one, or one
+/// of the same name elsewhere.
+fn hint(name: &str, section_path: &[String], section: &Table, known: &Table) -> String {
+    let full = |section: &[String], name: &str| {
+        let mut path = section.to_vec();
+        path.push(name.to_owned());
+        path.join(".")
+    };
+    let near = section
+        .keys()
+        .map(|candidate| (edit_distance(name, candidate), candidate))
+        .min()
+        .filter(|(distance, _)| *distance <= (name.chars().count() / 3).max(2));
+    if let Some((_, candidate)) = near {
+        return format!("did you mean `{}`?", full(section_path, candidate));
+    }
+    if let Some((_, ours)) = RENAMED.iter().find(|(theirs, _)| *theirs == name) {
+        return format!("did you mean `{ours}`?");
+    }
+    let elsewhere = known.iter().find(|(_, value)| {
+        value
+            .as_table()
+            .is_some_and(|section| section.contains_key(name))
+    });
+    if let Some((section, _)) = elsewhere {
+        return format!("did you mean `{section}.{name}`?");
+    }
+    let keys: Vec<&str> = section.keys().map(String::as_str).collect();
+    format!("known keys: {}", keys.join(", "))
+}
+
+/// Returns the Levenshtein distance of two short words.
+fn edit_distance(left: &str, right: &str) -> usize {
+    let right: Vec<char> = right.chars().collect();
+    let mut row: Vec<usize> = (0..=right.len()).collect();
+    for (i, a) in left.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, b) in right.iter().enumerate() {
+            let substituted = diagonal + usize::from(a != *b);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[right.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_has_a_value_in_the_table_of_known_keys() {
+        let json = serde_json::to_value(every_key()).unwrap();
+        // `skip_serializing_if` would drop an unset option, so count the fields themselves.
+        let debug = format!("{:?}", every_key());
+        assert!(
+            !debug.contains("None,") && !debug.contains("None }"),
+            "{debug}"
+        );
+        assert_eq!(json.as_object().unwrap().len(), 8);
+    }
+
+    #[test]
+    fn other_names_lead_to_known_keys() {
+        let known = Table::try_from(every_key()).unwrap();
+        for (theirs, ours) in RENAMED {
+            let (section, name) = ours.split_once('.').unwrap();
+            let inner = known[section].as_table().unwrap();
+            assert!(inner.contains_key(name), "{ours}");
+            assert_eq!(
+                hint(theirs, &[section.to_owned()], &Table::new(), &known),
+                format!("did you mean `{ours}`?")
+            );
+        }
+    }
+
+    #[test]
+    fn distances_count_edits() {
+        for (left, right, expected) in [
+            ("", "abc", 3),
+            ("abc", "abc", 0),
+            ("kitten", "sitting", 3),
+            ("clip_hi", "clip_high", 2),
+        ] {
+            assert_eq!(edit_distance(left, right), expected);
+            assert_eq!(edit_distance(right, left), expected);
+        }
+    }
+
+    #[test]
+    fn a_set_value_is_toml_or_a_bare_string() {
+        let text = |value: &str| Value::String(value.to_owned());
+        assert_eq!(parse_value("3"), Value::Integer(3));
+        assert_eq!(parse_value("1e-5"), Value::Float(1e-5));
+        assert_eq!(parse_value("true"), Value::Boolean(true));
+        assert_eq!(parse_value("'3'"), text("3"));
+        assert_eq!(
+            parse_value("[1, 2]"),
+            Value::Array(vec![Value::Integer(1), Value::Integer(2)])
+        );
+        for bare in [
+            "256MiB",
+            "2s",
+            "Qwen/Qwen3-0.6B",
+            "a = b",
+            "1\nseed = 2",
+            "",
+            "/tmp/x y",
+        ] {
+            assert_eq!(parse_value(bare), text(bare));
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Sizes and durations as people write them: `256MiB`, `500ms`.
+
+/// Bytes: a number, or a text with a unit; written without loss.
+pub(super) mod byte_size {
+    use bytesize::ByteSize;
+    use serde::{Deserialize as _, Deserializer, Serializer};
+
+    const UNITS: [(u64, &str); 3] = [
+        (bytesize::GIB, "GiB"),
+        (bytesize::MIB, "MiB"),
+        (bytesize::KIB, "KiB"),
+    ];
+
+    /// Writes the largest unit that leaves no fraction.
+    pub(crate) fn serialize<S: Serializer>(size: &ByteSize, to: S) -> Result<S::Ok, S::Error> {
+        let bytes = size.as_u64();
+        let unit = UNITS
+            .iter()
+            .find(|(unit, _)| bytes > 0 && bytes.is_multiple_of(*unit));
+        match unit {
+            Some((unit, name)) => to.collect_str(&format_args!("{}{name}", bytes / unit)),
+            None => to.collect_str(&format_args!("{bytes}B")),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ByteSize, D::Error> {
+        ByteSize::deserialize(from)
+            .map_err(|error| expected(&error, "a size such as `256MiB` or a number of bytes"))
+    }
+
+    fn expected<E: serde::de::Error>(error: &E, what: &str) -> E {
+        E::custom(format_args!(
+            "{}, expected {what}",
+            error.to_string().trim_end()
+        ))
+    }
+}
+
+/// Durations in jiff's friendly form; a number alone is refused, since its unit is anyone's guess.
+pub(super) mod duration {
+    use std::time::Duration;
+
+    use jiff::fmt::friendly::{SpanParser, SpanPrinter};
+    use serde::{Deserialize as _, Deserializer, Serializer, de::Error as _};
+
+    pub(crate) fn serialize<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&SpanPrinter::new().unsigned_duration_to_string(time))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        let text = String::deserialize(from)
+            .map_err(|_| D::Error::custom("expected a duration such as `\"2s\"` or `\"500ms\"`"))?;
+        SpanParser::new()
+            .parse_unsigned_duration(&text)
+            .map_err(|_| D::Error::custom("expected a duration such as `2s`, `500ms` or `1m 30s`"))
+    }
+}

@@ -1,0 +1,319 @@
+//! Which values make sense, alone and together.
+
+use std::time::Duration;
+
+use bytesize::ByteSize;
+
+use super::{ConfigError, Issue, RunConfig, TrainMode};
+
+/// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
+const MEMORY: (ByteSize, ByteSize) = (ByteSize::mib(64), ByteSize::gib(4));
+
+/// Longer than any scoring, short enough that a lost call does not look like a hung run.
+const MAX_DEADLINE: Duration = Duration::from_secs(600);
+
+/// More episodes, turns or tokens than any machine has memory for; products of two still fit.
+const MAX_COUNT: usize = 1_000_000;
+
+/// Collects what is wrong.
+struct Issues(Vec<Issue>);
+
+impl Issues {
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "checks read better without a borrow"
+    )]
+    fn require(&mut self, holds: bool, key: &'static str, value: impl ToString, remedy: &str) {
+        if !holds {
+            self.0.push(Issue {
+                key,
+                value: value.to_string(),
+                remedy: remedy.to_owned(),
+            });
+        }
+    }
+}
+
+impl RunConfig {
+    /// Checks that the values make sense, alone and together.
+    ///
+    /// # Errors
+    ///
+    /// Fails with all keys that are wrong, each with its value and a remedy.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let mut issues = Issues(Vec::new());
+        self.validate_source(&mut issues);
+        self.validate_rollout(&mut issues);
+        self.validate_reward(&mut issues);
+        self.validate_sandbox(&mut issues);
+        self.validate_trainer(&mut issues);
+        self.validate_eval(&mut issues);
+        if issues.0.is_empty() {
+            Ok(())
+        } else {
+            Err(ConfigError::Invalid { issues: issues.0 })
+        }
+    }
+
+    fn validate_source(&self, issues: &mut Issues) {
+        let Self { model, task, .. } = self;
+        issues.require(
+            i64::try_from(self.seed).is_ok(),
+            "seed",
+            self.seed,
+            "TOML integers end at 9223372036854775807, so choose a smaller one",
+        );
+        issues.require(
+            !model.path.is_empty(),
+            "model.path",
+            &model.path,
+            "give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`",
+        );
+        issues.require(
+            model.adapter.is_none() || self.trainer.mode == TrainMode::Lora,
+            "model.adapter",
+            model.adapter.as_deref().unwrap_or_default(),
+            "an adapter can be trained on only with `trainer.mode = \"lora\"`",
+        );
+        issues.require(
+            task.limit != Some(0),
+            "task.limit",
+            0,
+            "leave it out for all tasks",
+        );
+        issues.require(
+            self.eval.limit != Some(0),
+            "eval.limit",
+            0,
+            "leave it out for all tasks",
+        );
+    }
+
+    fn validate_rollout(&self, issues: &mut Issues) {
+        let rollout = &self.rollout;
+        issues.require(
+            (2..=MAX_COUNT).contains(&rollout.group_size),
+            "rollout.group_size",
+            rollout.group_size,
+            "make it at least 2: a sample is judged against its group",
+        );
+        for (key, value) in [
+            ("rollout.groups_per_step", rollout.groups_per_step),
+            ("rollout.max_turns", rollout.max_turns),
+            ("rollout.max_new_tokens", rollout.max_new_tokens),
+        ] {
+            let fits = (1..=MAX_COUNT).contains(&value);
+            issues.require(fits, key, value, "make it from 1 to 1000000");
+        }
+        issues.require(
+            rollout.group_size.saturating_mul(rollout.groups_per_step) <= MAX_COUNT,
+            "rollout.groups_per_step",
+            rollout.groups_per_step,
+            "make it fewer: a step would have more than 1000000 episodes",
+        );
+        issues.require(
+            rollout.max_total_tokens > rollout.max_new_tokens,
+            "rollout.max_total_tokens",
+            rollout.max_total_tokens,
+            &format!(
+                "make it more than `rollout.max_new_tokens` ({}), to leave room for the prompt",
+                rollout.max_new_tokens
+            ),
+        );
+        issues.require(
+            rollout.max_cache_tokens >= rollout.max_total_tokens,
+            "rollout.max_cache_tokens",
+            rollout.max_cache_tokens,
+            &format!(
+                "make it at least `rollout.max_total_tokens` ({}), or no episode fits",
+                rollout.max_total_tokens
+            ),
+        );
+        issues.require(
+            rollout.temperature > 0.0 && rollout.temperature <= 10.0,
+            "rollout.temperature",
+            rollout.temperature,
+            "make it above 0 and at most 10: samples that are all alike teach nothing",
+        );
+        issues.require(
+            rollout.tool_output >= ByteSize::b(256),
+            "rollout.tool_output",
+            rollout.tool_output.as_u64(),
+            "make it at least 256B, or error messages lose their end",
+        );
+    }
+
+    fn validate_reward(&self, issues: &mut Issues) {
+        let reward = &self.reward;
+        for (key, weight) in [
+            ("reward.passed", reward.passed),
+            ("reward.test_fraction", reward.test_fraction),
+            ("reward.loads", reward.loads),
+        ] {
+            issues.require(weight.is_finite(), key, weight, "make it a finite number");
+        }
+    }
+
+    fn validate_sandbox(&self, issues: &mut Issues) {
+        let sandbox = &self.sandbox;
+        issues.require(
+            (MEMORY.0..=MEMORY.1).contains(&sandbox.memory),
+            "sandbox.memory",
+            sandbox.memory,
+            "make it from 64MiB, which the interpreter needs, to 4GiB, which wasm32 can address",
+        );
+        issues.require(
+            sandbox.fuel >= 1_000_000_000 && i64::try_from(sandbox.fuel).is_ok(),
+            "sandbox.fuel",
+            sandbox.fuel,
+            "make it at least 1000000000, or imports alone may use it up",
+        );
+        for (key, deadline) in [
+            ("sandbox.deadline", sandbox.deadline),
+            ("sandbox.grade_deadline", sandbox.grade_deadline),
+        ] {
+            issues.require(
+                deadline >= Duration::from_millis(10) && deadline <= MAX_DEADLINE,
+                key,
+                format!("{deadline:?}"),
+                "make it from 10ms to 10m",
+            );
+        }
+        issues.require(
+            sandbox.output >= ByteSize::b(256) && sandbox.output <= ByteSize::mib(64),
+            "sandbox.output",
+            sandbox.output,
+            "make it from 256B to 64MiB: it is held in memory for each instance",
+        );
+    }
+
+    fn validate_trainer(&self, issues: &mut Issues) {
+        let trainer = &self.trainer;
+        issues.require(
+            trainer.beta == 0.0 || trainer.mode == TrainMode::Lora,
+            "trainer.beta",
+            trainer.beta,
+            "make it 0 or use `trainer.mode = \"lora\"`: the reference is the model with its adapter off",
+        );
+        issues.require(
+            trainer.steps >= 1,
+            "trainer.steps",
+            trainer.steps,
+            "make it at least 1",
+        );
+        issues.require(
+            trainer.learning_rate > 0.0 && trainer.learning_rate <= 0.1,
+            "trainer.learning_rate",
+            trainer.learning_rate,
+            "make it above 0 and at most 0.1; LoRA takes about 5e-5, full fine-tuning 1e-6",
+        );
+        for (key, beta) in [
+            ("trainer.adam_beta1", trainer.adam_beta1),
+            ("trainer.adam_beta2", trainer.adam_beta2),
+        ] {
+            issues.require(
+                (0.0..1.0).contains(&beta),
+                key,
+                beta,
+                "make it from 0 to below 1",
+            );
+        }
+        for (key, value) in [
+            ("trainer.adam_epsilon", trainer.adam_epsilon),
+            ("trainer.max_grad_norm", trainer.max_grad_norm),
+            ("trainer.lora_alpha", trainer.lora_alpha),
+        ] {
+            issues.require(
+                value > 0.0 && value.is_finite(),
+                key,
+                value,
+                "make it above 0",
+            );
+        }
+        for (key, value) in [
+            ("trainer.weight_decay", trainer.weight_decay),
+            ("trainer.beta", trainer.beta),
+        ] {
+            issues.require(
+                value >= 0.0 && value.is_finite(),
+                key,
+                value,
+                "make it at least 0",
+            );
+        }
+        issues.require(
+            trainer.clip_low > 0.0 && trainer.clip_low < 1.0,
+            "trainer.clip_low",
+            trainer.clip_low,
+            "make it above 0 and below 1: ratios are clipped to at least `1 - clip_low`",
+        );
+        issues.require(
+            trainer.clip_high > 0.0 && trainer.clip_high.is_finite(),
+            "trainer.clip_high",
+            trainer.clip_high,
+            "make it above 0: ratios are clipped to at most `1 + clip_high`",
+        );
+        issues.require(
+            trainer.num_iterations >= 1,
+            "trainer.num_iterations",
+            trainer.num_iterations,
+            "make it at least 1",
+        );
+        issues.require(
+            trainer.micro_batch_tokens >= self.rollout.max_total_tokens,
+            "trainer.micro_batch_tokens",
+            trainer.micro_batch_tokens,
+            &format!(
+                "make it at least `rollout.max_total_tokens` ({}), so that an episode fits",
+                self.rollout.max_total_tokens
+            ),
+        );
+        issues.require(
+            (1..=1024).contains(&trainer.lora_rank),
+            "trainer.lora_rank",
+            trainer.lora_rank,
+            "make it from 1 to 1024, or set `trainer.mode = \"full\"`",
+        );
+        issues.require(
+            trainer.mode == TrainMode::Full || !trainer.lora_targets.is_empty(),
+            "trainer.lora_targets",
+            "[]",
+            "name a projection such as `q_proj`, or set `trainer.mode = \"full\"`",
+        );
+        issues.require(
+            trainer.keep_checkpoints >= 1,
+            "trainer.keep_checkpoints",
+            trainer.keep_checkpoints,
+            "make it at least 1",
+        );
+    }
+
+    fn validate_eval(&self, issues: &mut Issues) {
+        let eval = &self.eval;
+        issues.require(
+            (1..=10_000).contains(&eval.samples),
+            "eval.samples",
+            eval.samples,
+            "make it from 1 to 10000",
+        );
+        issues.require(
+            eval.temperature >= 0.0 && eval.temperature <= 10.0,
+            "eval.temperature",
+            eval.temperature,
+            "make it from 0 to 10",
+        );
+        issues.require(
+            eval.samples <= 1 || eval.temperature > 0.0,
+            "eval.samples",
+            eval.samples,
+            "at `eval.temperature = 0` all samples are alike; make it 1 or raise the temperature",
+        );
+        let fits = |k: &u32| *k >= 1 && usize::try_from(*k).is_ok_and(|k| k <= eval.samples);
+        issues.require(
+            !eval.k.is_empty() && eval.k.iter().all(fits),
+            "eval.k",
+            format!("{:?}", eval.k),
+            &format!("name each from 1 to `eval.samples` ({})", eval.samples),
+        );
+    }
+}

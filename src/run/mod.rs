@@ -1,0 +1,73 @@
+//! A run from its configuration to its summary, and the folder it leaves.
+//!
+//! [`Workbench`] puts together what a configuration names: the policy, the tasks, the sandbox and
+//! the grader. On it, [`train`] runs GRPO, [`sft`] imitates demonstrations and [`evaluate`]
+//! measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
+
+mod demos;
+mod error;
+mod evaluate;
+mod folder;
+mod policy;
+mod sft;
+mod starter;
+mod summary;
+mod train;
+mod workbench;
+
+pub use self::demos::read_demonstrations;
+pub use self::error::RunError;
+pub use self::evaluate::evaluate;
+pub use self::folder::RunFolder;
+pub use self::policy::{Policy, trainable};
+pub use self::sft::{SftOptions, sft};
+pub use self::starter::{STARTER, STARTER_RUN, Starter};
+pub use self::summary::{Measured, Summary};
+pub use self::train::{new_engine, train};
+pub use self::workbench::{Workbench, evaluation_tasks};
+
+use std::time::Duration;
+
+use crate::eval::EvalReport;
+use crate::trainer::StepMetrics;
+
+/// What a run tells while it goes.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum RunEvent<'a> {
+    /// Measuring, with episodes done and in all.
+    Evaluating {
+        /// Episodes done.
+        done: usize,
+        /// Episodes in all.
+        total: usize,
+    },
+    /// Measured.
+    Evaluated {
+        /// The policy's step.
+        step: usize,
+        /// The result.
+        report: &'a EvalReport,
+    },
+    /// One optimizer step done.
+    Step {
+        /// Steps done.
+        step: usize,
+        /// What it did.
+        metrics: &'a StepMetrics,
+        /// Tokens sampled per second while sampling.
+        tokens_per_second: f64,
+        /// Time of the whole step.
+        elapsed: Duration,
+    },
+    /// One step of supervised fine-tuning done.
+    SftStep {
+        /// Steps done.
+        step: usize,
+        /// Mean negative log-likelihood, in nats.
+        loss: f64,
+    },
+}
+
+/// Receives a run's events.
+pub type Observer<'a> = dyn FnMut(RunEvent<'_>) + 'a;

@@ -1,0 +1,198 @@
+//! The policy of a run: a model and the words it speaks.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use fs_err as fs;
+
+use super::RunError;
+use crate::chat::ChatTemplate;
+use crate::config::{self, RunConfig};
+use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, Trainable};
+use crate::engine::{LoadedModel, Tokenizer};
+
+/// A model, its tokenizer and its chat template.
+#[derive(Debug)]
+pub struct Policy {
+    /// The model, whose weights the engine and the trainer share.
+    pub decoder: Arc<Decoder>,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The chat template.
+    pub template: ChatTemplate,
+    /// Tokens that end a turn.
+    pub stop_token_ids: Vec<u32>,
+    /// Where the model came from.
+    pub source: String,
+    template_source: String,
+}
+
+impl Policy {
+    /// Loads the model that `config` names, with the weights that `config` trains.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the model or the adapter is missing, damaged or not supported.
+    pub fn load(config: &RunConfig, trainable: &Trainable) -> Result<Self, RunError> {
+        let device = device(config.model.device)?;
+        let dtype = dtype(config.model.dtype, &device);
+        let source = match &config.model.revision {
+            Some(revision) => format!("{}@{revision}", config.model.path),
+            None => config.model.path.clone(),
+        };
+        let loaded = LoadedModel::open(&source, dtype, &device)?;
+        let adapter = config
+            .model
+            .adapter
+            .as_ref()
+            .map(|path| LoraAdapter::load(path.as_ref(), dtype, &device))
+            .transpose()?;
+        let trainable = match (&adapter, trainable) {
+            // An adapter to measure, or to go on from, brings its own shape.
+            (Some(adapter), Trainable::Frozen | Trainable::Lora(_)) => {
+                Trainable::Lora(adapter.config.clone())
+            }
+            (_, trainable) => trainable.clone(),
+        };
+        let decoder = Decoder::new(
+            loaded.config,
+            loaded.weights,
+            &device,
+            &trainable,
+            config.seed,
+        )?;
+        if let Some(adapter) = &adapter {
+            decoder.load_adapter(adapter)?;
+        }
+        Self::new(
+            decoder,
+            loaded.tokenizer,
+            loaded.chat_template,
+            loaded.stop_token_ids,
+            source,
+        )
+    }
+
+    /// Makes a model with fresh weights from a folder that has its configuration and tokenizer.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a file is missing or damaged.
+    pub fn from_scratch(folder: &Path, seed: u64) -> Result<Self, RunError> {
+        let device = Device::Cpu;
+        let loaded = LoadedModel::untrained(folder, seed, DType::F32, &device)?;
+        let decoder = Decoder::new(
+            loaded.config,
+            loaded.weights,
+            &device,
+            &Trainable::Full,
+            seed,
+        )?;
+        let source = folder.display().to_string();
+        Self::new(
+            decoder,
+            loaded.tokenizer,
+            loaded.chat_template,
+            loaded.stop_token_ids,
+            source,
+        )
+    }
+
+    fn new(
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        template: Option<String>,
+        stop_token_ids: Vec<u32>,
+        source: String,
+    ) -> Result<Self, RunError> {
+        let template_source = template.ok_or_else(|| RunError::NoChatTemplate {
+            path: source.clone(),
+        })?;
+        let template = ChatTemplate::new(&template_source)?
+            .with_special_tokens(tokenizer.special_tokens().clone())
+            .with_control_tokens(tokenizer.control_tokens(), tokenizer.markup_tokens());
+        let decoder = Arc::new(decoder);
+        Ok(Self {
+            decoder,
+            tokenizer,
+            template,
+            stop_token_ids,
+            source,
+            template_source,
+        })
+    }
+
+    /// Returns whether the chat template describes tools to the model.
+    #[must_use]
+    pub fn knows_tools(&self) -> bool {
+        self.template_source.contains("tools")
+    }
+
+    /// Writes the tokenizer and the chat template into a folder that has the weights.
+    pub(super) fn save_words(&self, folder: &Path) -> Result<(), RunError> {
+        Ok(self.tokenizer.save(folder, Some(&self.template_source))?)
+    }
+
+    /// Writes what was trained: the PEFT adapter, or the whole model. The folder appears whole or
+    /// not at all; it must not hold anything yet.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the folder cannot be written.
+    pub fn save(&self, folder: &Path) -> Result<(), RunError> {
+        let parent = folder.parent().filter(|parent| *parent != Path::new(""));
+        let parent = parent.unwrap_or_else(|| Path::new("."));
+        fs::create_dir_all(parent)?;
+        let partial = tempfile::Builder::new()
+            .prefix(".partial-")
+            .permissions(Permissions::from_mode(0o777)) // less the umask
+            .tempdir_in(parent)?;
+        if let Some(adapter) = self.decoder.adapter(Some(&self.source)) {
+            adapter.save(partial.path())?;
+        } else {
+            self.decoder.save(partial.path())?;
+        }
+        self.save_words(partial.path())?;
+        // A folder that is there is replaced only if it is empty.
+        fs::rename(partial.path(), folder)?;
+        drop(partial.keep());
+        Ok(())
+    }
+}
+
+/// Returns which weights a run trains.
+#[must_use]
+pub fn trainable(config: &RunConfig) -> Trainable {
+    match config.trainer.mode {
+        config::TrainMode::Full => Trainable::Full,
+        config::TrainMode::Lora => Trainable::Lora(LoraConfig {
+            rank: config.trainer.lora_rank,
+            alpha: config.trainer.lora_alpha,
+            target_modules: config.trainer.lora_targets.clone(),
+        }),
+    }
+}
+
+fn device(device: config::Device) -> Result<Device, RunError> {
+    let cuda = || Device::new_cuda(0);
+    match device {
+        config::Device::Cpu => Ok(Device::Cpu),
+        config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda().unwrap_or(Device::Cpu)),
+        config::Device::Auto => Ok(Device::Cpu),
+        config::Device::Cuda => cuda().map_err(|error| RunError::Device {
+            device: "cuda",
+            remedy: format!("build with `--features cuda` on a machine with a GPU ({error})"),
+        }),
+    }
+}
+
+fn dtype(dtype: config::Dtype, device: &Device) -> DType {
+    match dtype {
+        config::Dtype::Auto if device.is_cuda() => DType::BF16,
+        config::Dtype::Auto | config::Dtype::F32 => DType::F32,
+        config::Dtype::Bf16 => DType::BF16,
+    }
+}

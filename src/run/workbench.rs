@@ -1,0 +1,221 @@
+//! What a run works with.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::RunError;
+use super::policy::Policy;
+use crate::chat::RenderOptions;
+use crate::config::RunConfig;
+use crate::engine::SamplingParams;
+use crate::env::{Environment, RewardWeights, ToolEnvironment, ToolEnvironmentConfig};
+use crate::grader::Grader;
+use crate::hub::Hub;
+use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest, derive_seed};
+use crate::sandbox::{Limits, Sandbox};
+use crate::task::{Split, Task, TaskSet, TaskSource};
+
+/// Tells a model without tools in its chat template how to answer.
+const CODE_BLOCK_PROMPT: &str = "You are a Python programmer. Answer with one Python code block, \
+    ```python … ```, that defines what is asked for. If you are shown an error, answer with the \
+    corrected code block.";
+
+/// The tasks, the sandbox and the grader of a run.
+#[derive(Debug, Clone)]
+pub struct Workbench {
+    sandbox: Arc<dyn Sandbox>,
+    grader: Arc<dyn Grader>,
+    environment: Arc<ToolEnvironmentConfig>,
+    render: RenderOptions,
+    use_tools: bool,
+    max_new_tokens: usize,
+    max_total_tokens: usize,
+    stop_token_ids: Vec<u32>,
+}
+
+impl Workbench {
+    /// Puts together what `config` asks for.
+    #[must_use]
+    pub fn new(
+        config: &RunConfig,
+        policy: &Policy,
+        sandbox: Arc<dyn Sandbox>,
+        grader: Arc<dyn Grader>,
+    ) -> Self {
+        let use_tools = policy.knows_tools();
+        let system_prompt = match &config.rollout.system_prompt {
+            Some(prompt) => Some(prompt.clone()),
+            None if use_tools => None,
+            None => Some(CODE_BLOCK_PROMPT.to_owned()),
+        };
+        let environment = ToolEnvironmentConfig {
+            system_prompt,
+            max_turns: config.rollout.max_turns,
+            max_output_chars: usize::try_from(config.rollout.tool_output.0).unwrap_or(usize::MAX),
+            limits: tool_limits(config),
+            reward: RewardWeights {
+                passed: config.reward.passed,
+                test_fraction: config.reward.test_fraction,
+                loads: config.reward.loads,
+            },
+        };
+        Self {
+            sandbox,
+            grader,
+            environment: Arc::new(environment),
+            render: RenderOptions {
+                enable_thinking: Some(config.rollout.enable_thinking),
+                ..RenderOptions::default()
+            },
+            use_tools,
+            max_new_tokens: config.rollout.max_new_tokens,
+            max_total_tokens: config.rollout.max_total_tokens,
+            stop_token_ids: policy.stop_token_ids.clone(),
+        }
+    }
+
+    /// Returns how episodes are sampled at `temperature`.
+    #[must_use]
+    pub fn collector(&self, temperature: f64) -> CollectorConfig {
+        #[expect(clippy::cast_possible_truncation, reason = "logits are f32")]
+        let temperature = temperature as f32;
+        CollectorConfig {
+            sampling: SamplingParams {
+                temperature,
+                max_new_tokens: self.max_new_tokens,
+                stop_token_ids: self.stop_token_ids.clone(),
+                ..SamplingParams::default()
+            },
+            max_context: self.max_total_tokens,
+            render: RenderOptions {
+                add_generation_prompt: true,
+                ..self.render.clone()
+            },
+            use_tools: self.use_tools,
+        }
+    }
+
+    /// Returns how conversations are rendered.
+    #[must_use]
+    pub fn render(&self) -> &RenderOptions {
+        &self.render
+    }
+
+    /// Returns whether the tools are given to the chat template.
+    #[must_use]
+    pub fn uses_tools(&self) -> bool {
+        self.use_tools
+    }
+
+    /// Returns `samples` fresh episodes of `task`; `seed` makes their programs' randomness.
+    #[must_use]
+    pub fn group(&self, task: &Task, samples: usize, seed: CollectionSeed<'_>) -> GroupRequest {
+        let task = Arc::new(task.clone());
+        let base = derive_seed(seed.run, "tools", seed.step, &task.id);
+        let environments = (0..samples as u64)
+            .map(|sample| {
+                let seed = base.wrapping_add(sample);
+                let environment = ToolEnvironment::new(
+                    Arc::clone(&task),
+                    Arc::clone(&self.sandbox),
+                    Arc::clone(&self.grader),
+                    Arc::clone(&self.environment),
+                    seed,
+                );
+                Box::new(environment) as Box<dyn Environment>
+            })
+            .collect();
+        GroupRequest {
+            task_id: task.id.clone(),
+            environments,
+        }
+    }
+}
+
+/// Returns the limits of one tool call.
+fn tool_limits(config: &RunConfig) -> Limits {
+    Limits {
+        memory: config.sandbox.memory,
+        fuel: config.sandbox.fuel,
+        deadline: config.sandbox.deadline,
+        stdout: config.sandbox.output,
+        stderr: config.sandbox.output,
+    }
+}
+
+/// Opens the tasks to learn from.
+///
+/// # Errors
+///
+/// Fails where they are not named or cannot be read.
+pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
+    let task = &config.task;
+    // What the same source is measured on must not be learned from.
+    let split = match (task.split, &task.eval_path) {
+        (None, None) => Some(Split::Train),
+        (split, _) => split,
+    };
+    let mut tasks = open(&task.path, "task.path", split, task.visible_tests)?;
+    if let Some(limit) = task.limit {
+        tasks.truncate(limit);
+    }
+    Ok(tasks)
+}
+
+/// Opens the tasks to measure on.
+///
+/// # Errors
+///
+/// As for the tasks to learn from.
+pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
+    let task = &config.task;
+    let (path, key, split) = match &task.eval_path {
+        // A file of its own is read whole; a folder holds splits.
+        Some(path) if Path::new(path).is_file() => (path, "task.eval_path", task.eval_split),
+        Some(path) => (
+            path,
+            "task.eval_path",
+            task.eval_split.or(Some(Split::Test)),
+        ),
+        None => (
+            &task.path,
+            "task.path",
+            task.eval_split.or(Some(Split::Test)),
+        ),
+    };
+    let mut tasks = open(path, key, split, task.visible_tests)?;
+    if let Some(limit) = config.eval.limit {
+        tasks.truncate(limit);
+    }
+    Ok(tasks)
+}
+
+/// Refuses tasks that are learned from and measured on: the result would mean nothing.
+pub(super) fn check_held_out(training: &TaskSet, held_out: &TaskSet) -> Result<(), RunError> {
+    let known = |task: &&Task| training.get(&task.id).is_some_and(|found| found == *task);
+    let mut shared = held_out.tasks().iter().filter(known);
+    match shared.next() {
+        None => Ok(()),
+        Some(first) => Err(RunError::NotHeldOut {
+            id: first.id.clone(),
+            count: shared.count() + 1,
+        }),
+    }
+}
+
+fn open(
+    path: &str,
+    key: &'static str,
+    split: Option<Split>,
+    visible_tests: usize,
+) -> Result<TaskSet, RunError> {
+    if path.is_empty() {
+        return Err(RunError::NoTasks { key });
+    }
+    let source: TaskSource = path.parse()?;
+    let local = source.locate(|repo, revision| {
+        let repository = format!("{repo}@{revision}").parse()?;
+        Hub::from_env().dataset_folder(&repository)
+    })?;
+    Ok(TaskSet::open(&local, split, visible_tests)?)
+}

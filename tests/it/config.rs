@@ -1,0 +1,277 @@
+//! The run file: layers, messages and round trips.
+
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use rstest::rstest;
+use wardian::config::{ConfigError, Dtype, LossType, RunConfig, TrainMode};
+use wardian::task::Split;
+
+/// The least that a run file has to say.
+const LEAST: &str = "model.path = 'model'\ntask.path = 'tasks.jsonl'\n";
+
+fn with(set: &str) -> Result<RunConfig, ConfigError> {
+    RunConfig::from_toml(LEAST, &[set])
+}
+
+fn message(error: &ConfigError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+#[test]
+fn layers_lie_over_each_other_key_by_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.toml");
+    let text = "
+        seed = 7
+        [model]
+        path = 'from-file'
+        dtype = 'bf16'
+        [task]
+        path = 'tasks.jsonl'
+        split = 'validation'
+        [rollout]
+        group_size = 16
+        temperature = 1
+        [sandbox]
+        memory = '512 MiB'
+        deadline = '1m 30s'
+    ";
+    fs_err::write(&path, text).unwrap();
+    let sets = [
+        "model.path=Qwen/Qwen3-0.6B",
+        "rollout.group_size = 4",
+        "trainer.learning_rate=1e-6",
+        "trainer.loss=dr_grpo",
+        "sandbox.output=1024",
+        "sandbox.deadline=500ms",
+        "eval.k=[1]",
+        "trainer.mode=full",
+    ];
+    let config = RunConfig::load(Some(&path), &sets).unwrap();
+    assert_eq!((config.seed, config.model.dtype), (7, Dtype::Bf16));
+    assert_eq!(config.model.path, "Qwen/Qwen3-0.6B");
+    assert_eq!(
+        (config.rollout.group_size, config.rollout.groups_per_step),
+        (4, 8)
+    );
+    assert_eq!(config.rollout.temperature, 1.0);
+    assert_eq!(config.task.split, Some(Split::Validation));
+    assert_eq!(config.trainer.learning_rate, 1e-6);
+    assert_eq!(
+        (config.trainer.loss, config.trainer.mode),
+        (LossType::DrGrpo, TrainMode::Full)
+    );
+    assert_eq!(
+        (config.sandbox.memory, config.sandbox.output),
+        (ByteSize::mib(512), ByteSize::kib(1))
+    );
+    assert_eq!(config.sandbox.deadline, Duration::from_millis(500));
+    // The last of two sets holds.
+    let twice = RunConfig::from_toml(LEAST, &["seed=1", "seed=2"]).unwrap();
+    assert_eq!(twice.seed, 2);
+}
+
+#[test]
+fn the_resolved_file_reads_back_as_the_same_run() {
+    let sets = [
+        "sandbox.output=1000",
+        "sandbox.memory=1.5GiB",
+        "sandbox.deadline=1500ms",
+        "task.eval_path=other",
+        "rollout.system_prompt=Say \"hi\".",
+        "trainer.learning_rate=3e-7",
+        "eval.samples=8",
+        "eval.temperature=0.6",
+        "eval.k=[1, 8]",
+    ];
+    let config = RunConfig::from_toml(LEAST, &sets).unwrap();
+    let text = config.to_toml().unwrap();
+    assert_eq!(
+        RunConfig::from_toml(&text, &[""; 0]).unwrap(),
+        config,
+        "{text}"
+    );
+    assert!(
+        text.contains("memory = \"1536MiB\"") && text.contains("output = \"1000B\""),
+        "{text}"
+    );
+}
+
+#[rstest]
+#[case::near(
+    "rollout.groupsize=4",
+    "unknown key `rollout.groupsize` in `--set rollout.groupsize=4`; did you mean `rollout.group_size`?"
+)]
+#[case::other_section("trainer.group_size=4", "did you mean `rollout.group_size`?")]
+#[case::section(
+    "train.steps=4",
+    "unknown key `train` in `--set train.steps=4`; did you mean `trainer`?"
+)]
+#[case::far(
+    "trainer.quantum=4",
+    "unknown key `trainer.quantum` in `--set trainer.quantum=4`; known keys: adam_beta1, adam_beta2"
+)]
+#[case::optional("model.adaptor=x", "did you mean `model.adapter`?")]
+#[case::is_section(
+    "eval=3",
+    "`eval` in `--set eval=3` is a section, not a value; set one of its keys: every, k, limit, samples, temperature"
+)]
+#[case::below_a_value(
+    "seed.x=3",
+    "`seed` can not be `{ x = 3 }` in `--set seed.x=3`: invalid type: map, expected u64"
+)]
+#[case::word_for_number(
+    "rollout.group_size=eight",
+    "`rollout.group_size` can not be `\"eight\"` in `--set rollout.group_size=eight`: invalid type: string \"eight\", expected usize"
+)]
+#[case::negative("rollout.group_size=-1", "`rollout.group_size` can not be `-1`")]
+#[case::unknown_name(
+    "trainer.loss=ppo",
+    "`trainer.loss` can not be `\"ppo\"` in `--set trainer.loss=ppo`: unknown variant `ppo`, expected one of `grpo`, `dapo`, `dr_grpo`"
+)]
+#[case::no_unit(
+    "sandbox.deadline=2",
+    "`sandbox.deadline` can not be `2` in `--set sandbox.deadline=2`: expected a duration such as `\"2s\"` or `\"500ms\"`"
+)]
+#[case::bad_unit(
+    "sandbox.deadline=2x",
+    "expected a duration such as `2s`, `500ms` or `1m 30s`"
+)]
+#[case::bad_size(
+    "sandbox.memory=much",
+    "expected a size such as `256MiB` or a number of bytes"
+)]
+#[case::no_value("seed", "`--set seed` is not `section.key=value`")]
+#[case::no_key(".x=1", "`--set .x=1` is not `section.key=value`")]
+fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
+    let error = message(&with(set).unwrap_err());
+    assert!(error.contains(expected), "{error}");
+}
+
+#[rstest]
+#[case(
+    "model.path=",
+    "`model.path` is ``; give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`"
+)]
+#[case("seed=-1", "`seed` can not be `-1`")]
+#[case(
+    "rollout.group_size=1",
+    "`rollout.group_size` is `1`; make it at least 2: a sample is judged against its group"
+)]
+#[case(
+    "rollout.temperature=0",
+    "`rollout.temperature` is `0`; make it above 0"
+)]
+#[case(
+    "rollout.temperature=nan",
+    "`rollout.temperature` is `NaN`; make it above 0"
+)]
+#[case(
+    "rollout.max_total_tokens=512",
+    "make it more than `rollout.max_new_tokens` (512)"
+)]
+#[case(
+    "rollout.tool_output=1",
+    "`rollout.tool_output` is `1`; make it at least 256B"
+)]
+#[case(
+    "sandbox.memory=32MiB",
+    "`sandbox.memory` is `32.0 MiB`; make it from 64MiB"
+)]
+#[case(
+    "sandbox.memory=5GiB",
+    "`sandbox.memory` is `5.0 GiB`; make it from 64MiB"
+)]
+#[case(
+    "sandbox.fuel=1000",
+    "`sandbox.fuel` is `1000`; make it at least 1000000000"
+)]
+#[case(
+    "sandbox.deadline=1h",
+    "`sandbox.deadline` is `3600s`; make it from 10ms to 10m"
+)]
+#[case(
+    "sandbox.output=1GiB",
+    "`sandbox.output` is `1.0 GiB`; make it from 256B to 64MiB"
+)]
+#[case("trainer.steps=0", "`trainer.steps` is `0`; make it at least 1")]
+#[case(
+    "trainer.learning_rate=5",
+    "`trainer.learning_rate` is `5`; make it above 0 and at most 0.1"
+)]
+#[case(
+    "trainer.adam_beta2=1",
+    "`trainer.adam_beta2` is `1`; make it from 0 to below 1"
+)]
+#[case("trainer.beta=-0.1", "`trainer.beta` is `-0.1`; make it at least 0")]
+#[case(
+    "trainer.clip_low=1",
+    "`trainer.clip_low` is `1`; make it above 0 and below 1"
+)]
+#[case(
+    "trainer.clip_high=inf",
+    "`trainer.clip_high` is `inf`; make it above 0"
+)]
+#[case(
+    "trainer.micro_batch_tokens=100",
+    "make it at least `rollout.max_total_tokens` (4096)"
+)]
+#[case(
+    "trainer.lora_rank=0",
+    "`trainer.lora_rank` is `0`; make it from 1 to 1024, or set `trainer.mode = \"full\"`"
+)]
+#[case(
+    "trainer.lora_targets=[]",
+    "`trainer.lora_targets` is `[]`; name a projection"
+)]
+#[case(
+    "eval.samples=4",
+    "`eval.samples` is `4`; at `eval.temperature = 0` all samples are alike"
+)]
+#[case(
+    "eval.k=[1, 8]",
+    "`eval.k` is `[1, 8]`; name each from 1 to `eval.samples` (1)"
+)]
+#[case("task.limit=0", "`task.limit` is `0`; leave it out for all tasks")]
+fn a_senseless_value_is_named_with_its_remedy(#[case] set: &str, #[case] expected: &str) {
+    let error = message(&with(set).unwrap_err());
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn all_senseless_values_are_reported_at_once() {
+    let error = RunConfig::from_toml("", &["trainer.mode=full", "model.adapter=a"]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the run can not be done as configured: \
+         \n  `model.path` is ``; give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`\
+         \n  `model.adapter` is `a`; an adapter can be trained on only with `trainer.mode = \"lora\"`"
+    );
+}
+
+#[test]
+fn a_file_that_is_not_toml_is_shown_at_its_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.toml");
+    fs_err::write(&path, "[model]\npath = Qwen\n").unwrap();
+    let error = message(&RunConfig::load(Some(&path), &[""; 0]).unwrap_err());
+    assert!(
+        error.contains("run.toml` is not valid TOML: TOML parse error at line 2"),
+        "{error}"
+    );
+    let gone = RunConfig::load(Some(&folder.path().join("gone.toml")), &[""; 0]).unwrap_err();
+    assert!(message(&gone).contains("gone.toml"), "{gone}");
+    fs_err::write(&path, "[rollout]\ngroup_sizes = 3\n").unwrap();
+    let error = message(&RunConfig::load(Some(&path), &[""; 0]).unwrap_err());
+    assert!(
+        error.ends_with("run.toml`; did you mean `rollout.group_size`?"),
+        "{error}"
+    );
+}

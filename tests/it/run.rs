@@ -1,0 +1,236 @@
+//! A whole run on the carried model and tasks, at a size that a test can wait for.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+use wardian::trajectory::{Trajectory, read_step, step_path};
+
+const SMALL: [&str; 12] = [
+    "--set",
+    "trainer.steps=2",
+    "--set",
+    "rollout.groups_per_step=4",
+    "--set",
+    "rollout.group_size=4",
+    "--set",
+    "eval.limit=4",
+    "--set",
+    "eval.samples=2",
+    "--set",
+    "trainer.save_every=1",
+];
+
+fn wardian(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(arguments)
+        .output()
+        .expect("the binary starts");
+    let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{messages}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn json(path: &Path) -> Value {
+    let text = fs_err::read_to_string(path).expect("the file is there");
+    serde_json::from_str(&text).expect("the file is JSON")
+}
+
+fn episodes(run: &Path, step: u64) -> Vec<Trajectory> {
+    read_step(&step_path(run, step))
+        .expect("the step is there")
+        .collect::<Result<_, _>>()
+        .expect("every row reads")
+}
+
+fn train(out: &Path, extra: &[&str]) {
+    let mut arguments = vec![
+        "train",
+        "--out",
+        out.to_str().expect("UTF-8"),
+        "--seed",
+        "3",
+    ];
+    arguments.extend(SMALL);
+    arguments.extend(extra);
+    wardian(&arguments);
+}
+
+#[test]
+fn a_full_run_leaves_a_complete_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    train(&run, &[]);
+
+    let summary = json(&run.join("summary.json"));
+    assert_eq!(summary["steps"], 2);
+    assert_eq!(summary["before"]["tasks"], 4);
+    assert!(
+        summary["after"]["ci95"]
+            .as_array()
+            .is_some_and(|interval| interval.len() == 2)
+    );
+    let metrics = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    let rows: Vec<Value> = metrics
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("a JSON line"))
+        .collect();
+    assert_eq!(rows.len(), 2);
+    for name in [
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "entropy",
+        "num_tokens",
+        "completions/mean_length",
+        "tools/call_frequency",
+        "clip_ratio/region_mean",
+        "step_time",
+    ] {
+        assert!(rows[0][name].is_number(), "{name}");
+    }
+    // Sampler and trainer share weights and kernels, so the first step is exactly on-policy.
+    let difference = rows[0]["sampling/sampling_logp_difference/max"]
+        .as_f64()
+        .expect("a number");
+    assert!(difference < 1e-5, "{difference}");
+    for file in [
+        "run.toml",
+        "final/model.safetensors",
+        "final/config.json",
+        "final/tokenizer.json",
+        "checkpoints/step-2/model.safetensors",
+    ] {
+        assert!(run.join(file).is_file(), "{file}");
+    }
+}
+
+#[test]
+fn the_loss_mask_is_1_exactly_on_sampled_ids() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    train(&run, &["--set", "trainer.steps=1"]);
+    let episodes = episodes(&run, 1);
+    assert_eq!(episodes.len(), 16);
+    let mut multi_turn = 0;
+    for episode in &episodes {
+        let trace = &episode.trace;
+        let sampled: Vec<_> = trace.sampled_spans().collect();
+        let turns: Vec<_> = episode
+            .turns
+            .iter()
+            .map(|turn| turn.tokens.clone())
+            .collect();
+        assert_eq!(sampled, turns);
+        assert!(trace.prompt_len() > 0);
+        multi_turn += usize::from(turns.len() > 1);
+        assert!(episode.reward.is_some());
+    }
+    assert!(multi_turn > 0, "the starter acts over several turns");
+}
+
+#[test]
+fn the_same_seed_samples_the_same_tokens() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (first, second) = (folder.path().join("a"), folder.path().join("b"));
+    for run in [&first, &second] {
+        train(run, &["--set", "trainer.steps=2"]);
+    }
+    let ids = |run: &Path| -> Vec<Vec<u32>> {
+        episodes(run, 2)
+            .iter()
+            .map(|episode| episode.trace.ids().to_vec())
+            .collect()
+    };
+    assert_eq!(ids(&first), ids(&second));
+    let weights = |run: &Path| fs_err::read(run.join("final/model.safetensors")).expect("weights");
+    assert_eq!(
+        weights(&first),
+        weights(&second),
+        "a run is reproducible to the byte"
+    );
+}
+
+#[test]
+fn lora_leaves_an_adapter_that_evaluates() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    train(
+        &run,
+        &[
+            "--set",
+            "trainer.mode=lora",
+            "--set",
+            "trainer.lora_rank=4",
+            "--set",
+            "trainer.steps=2",
+        ],
+    );
+    let adapter = json(&run.join("final/adapter_config.json"));
+    assert_eq!(
+        (&adapter["r"], &adapter["peft_type"]),
+        (&4.into(), &"LORA".into())
+    );
+    assert!(run.join("final/adapter_model.safetensors").is_file());
+    let adapter = run.join("final");
+    let report = wardian(&[
+        "eval",
+        "--model",
+        adapter.to_str().expect("UTF-8"),
+        "--set",
+        "eval.limit=2",
+        "--samples",
+        "2",
+        "--k",
+        "1,2",
+        "--format",
+        "json",
+    ]);
+    let report: Value = serde_json::from_str(&report).expect("JSON");
+    assert_eq!(report["tasks"], 2);
+    assert!(report["pass_at"]["2"].is_number(), "{report}");
+}
+
+#[test]
+fn sft_learns_its_demonstrations() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let demos = folder.path().join("demos.jsonl");
+    let row = serde_json::json!({"messages": [
+        {"role": "user", "content": "Say it."}, {"role": "assistant", "content": "f(x) == 2"},
+    ]});
+    fs_err::write(&demos, format!("{row}\n").repeat(4)).expect("written");
+    let out = folder.path().join("model");
+    let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args([
+            "sft",
+            "--demos",
+            &text(&demos),
+            "--out",
+            &text(&out),
+            "--steps",
+            "20",
+        ])
+        .args(["--learning-rate", "3e-3", "--batch-size", "4"])
+        .output()
+        .expect("the binary starts");
+    let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{messages}");
+    let losses: Vec<f64> = messages
+        .lines()
+        .filter_map(|line| line.split("loss ").nth(1)?.split(' ').next()?.parse().ok())
+        .collect();
+    let (first, last) = (
+        losses.first().expect("a line"),
+        losses.last().expect("a line"),
+    );
+    assert!(*last < first / 4.0, "{losses:?}");
+    for file in [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        assert!(out.join(file).is_file(), "{file}");
+    }
+}
