@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
+use wardian::task::TaskSet;
 use wardian::trajectory::{Trajectory, read_step, step_path};
 
 const SMALL: [&str; 12] = [
@@ -189,6 +190,24 @@ fn lora_leaves_an_adapter_that_evaluates() {
     let report: Value = serde_json::from_str(&report).expect("JSON");
     assert_eq!(report["tasks"], 2);
     assert!(report["pass_at"]["2"].is_number(), "{report}");
+}
+
+#[test]
+fn held_out_tasks_are_in_no_other_set() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/starter/tasks");
+    let asked = |name: &str| -> Vec<String> {
+        TaskSet::open(&folder.join(name), None, 0)
+            .expect("the tasks are read")
+            .tasks()
+            .iter()
+            .map(|task| task.prompt.clone())
+            .collect()
+    };
+    let training = asked("train.jsonl");
+    let held_out = asked("heldout.jsonl");
+    assert!(training.len() >= 400 && held_out.len() >= 128);
+    // The prompt says every operation and constant, so another prompt is another function's.
+    assert!(held_out.iter().all(|prompt| !training.contains(prompt)));
 }
 
 #[test]
