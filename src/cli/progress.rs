@@ -59,7 +59,9 @@ impl<'a> Progress<'a> {
     }
 
     fn time_left(&self, done: usize) -> String {
-        if done <= self.first || done >= self.total {
+        // The first moments say nothing about the rest.
+        let is_early = self.started.elapsed() < Duration::from_secs(1);
+        if done <= self.first || done >= self.total || is_early {
             return String::new();
         }
         let done_share = f64::from(u32::try_from(done - self.first).unwrap_or(u32::MAX));

@@ -228,9 +228,10 @@ impl<'a> Collector<'a> {
             .engine
             .add_group(&prompt, &self.config.sampling, &seeds)?;
         for (id, mut episode) in ids.into_iter().zip(episodes.drain(..)) {
-            if let Err(error) = episode.trace_mut().push_prompt(&prompt) {
-                episode.fail(&error);
-            }
+            episode
+                .trace_mut()
+                .push_prompt(&prompt)
+                .expect("the trace of an episode that has not begun is empty");
             running.insert(
                 id,
                 Running {

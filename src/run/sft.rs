@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::evaluate::evaluate;
-use super::train::new_engine;
+use super::train::{new_engine, optimizer_config, recomputes};
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;
@@ -67,14 +67,14 @@ pub fn sft(
     }
     let optimizer = AdamWConfig {
         weight_decay: options.weight_decay,
-        ..AdamWConfig::default()
+        ..optimizer_config(config)
     };
     let mut trainer = SftTrainer::new(
         &traces,
         SftConfig {
             batch_size: options.batch_size,
             micro_batch_tokens: config.trainer.micro_batch_tokens,
-            recompute: super::train::recomputes(policy),
+            recompute: recomputes(policy),
             seed: config.seed,
         },
         LrSchedule {

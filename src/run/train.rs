@@ -357,7 +357,7 @@ fn schedule(config: &RunConfig) -> LrSchedule {
     }
 }
 
-fn optimizer_config(config: &RunConfig) -> AdamWConfig {
+pub(super) fn optimizer_config(config: &RunConfig) -> AdamWConfig {
     let trainer = &config.trainer;
     AdamWConfig {
         beta1: trainer.adam_beta1,
