@@ -302,10 +302,8 @@ impl<'a> Pass<'a> {
 fn masked_softmax(scores: &Tensor, mask: &Tensor) -> candle_core::Result<Tensor> {
     let dtype = scores.dtype();
     let scores = scores.to_dtype(mask.dtype())?.broadcast_add(mask)?;
-    let max = scores.max_keepdim(D::Minus1)?.detach();
-    let weights = scores.broadcast_sub(&max)?.exp()?;
-    let sum = weights.sum_keepdim(D::Minus1)?;
-    weights.broadcast_div(&sum)?.to_dtype(dtype)
+    // Not `softmax_last_dim`, which has no backward pass.
+    candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(dtype)
 }
 
 fn segment_groups(decoder: &Decoder, batch: &PackedBatch) -> Result<Vec<SegmentGroup>, ModelError> {
