@@ -111,8 +111,8 @@ pub struct TaskConfig {
     /// The tasks to learn from: a file, a folder or a hub data set (see
     /// [`TaskSource`](crate::task::TaskSource)); has to be given.
     pub path: String,
-    /// The split to learn from; `train` unless given, but a file beside a `task.eval_path` is read
-    /// whole.
+    /// The split to learn from; `train` unless given. A file beside a `task.eval_path` is read whole,
+    /// and of a file without MBPP's ids a fifth is held out to measure on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub split: Option<Split>,
     /// The tasks to measure on; another split of `task.path` unless given.

@@ -32,6 +32,15 @@ pub enum RunError {
         /// The key.
         key: &'static str,
     },
+    /// One task cannot be learned from and measured on.
+    #[error(
+        "`{path}` has only one task, which leaves none to measure on; give more, or set \
+         `task.eval_path`"
+    )]
+    OneTask {
+        /// The file.
+        path: String,
+    },
     /// Tasks to measure on are also learned from.
     #[error(
         "{count} tasks, `{id}` among them, are learned from and measured on; set \
@@ -129,6 +138,7 @@ impl RunError {
             | Self::Task(_)
             | Self::Hub(_)
             | Self::NoTasks { .. }
+            | Self::OneTask { .. }
             | Self::NotHeldOut { .. }
             | Self::Chat(_)
             | Self::NoChatTemplate { .. }

@@ -155,7 +155,10 @@ pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
         (None, None) => Some(Split::Train),
         (split, _) => split,
     };
-    let mut tasks = open(&task.path, "task.path", split, task.visible_tests)?;
+    let mut tasks = match divided(config)? {
+        Some((training, _)) => training,
+        None => open(&task.path, "task.path", split, task.visible_tests)?,
+    };
     if let Some(limit) = task.limit {
         tasks.truncate(limit);
     }
@@ -183,11 +186,38 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
             task.eval_split.or(Some(Split::Test)),
         ),
     };
-    let mut tasks = open(path, key, split, task.visible_tests)?;
+    let mut tasks = match divided(config)? {
+        Some((_, held_out)) => held_out,
+        None => open(path, key, split, task.visible_tests)?,
+    };
     if let Some(limit) = config.eval.limit {
         tasks.truncate(limit);
     }
     Ok(tasks)
+}
+
+/// Divides the tasks of one file that names no splits, or returns `None` where there are splits:
+/// asked for, in a folder, or MBPP's by its ids.
+fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
+    let task = &config.task;
+    let path = Path::new(&task.path);
+    let names_splits =
+        task.split.is_some() || task.eval_split.is_some() || task.eval_path.is_some();
+    if names_splits || !path.is_file() {
+        return Ok(None);
+    }
+    let all = TaskSet::open(path, None, task.visible_tests)?;
+    let has = |split| TaskSet::open(path, Some(split), task.visible_tests).is_ok();
+    if has(Split::Train) && has(Split::Test) {
+        return Ok(None);
+    }
+    let (training, held_out) = all.divide();
+    if training.tasks().is_empty() {
+        return Err(RunError::OneTask {
+            path: task.path.clone(),
+        });
+    }
+    Ok(Some((training, held_out)))
 }
 
 /// Refuses tasks that are learned from and measured on: the result would mean nothing.

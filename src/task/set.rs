@@ -144,6 +144,29 @@ impl TaskSet {
         &self.skipped
     }
 
+    /// Divides the tasks into those to learn from and a fifth, at least one, to measure on.
+    ///
+    /// The fifth is chosen by a hash of the ids, so it is the same in every run and does not depend
+    /// on the order of the file.
+    #[must_use]
+    pub fn divide(self) -> (Self, Self) {
+        let mut ranked: Vec<_> = (self.tasks.iter())
+            .map(|task| {
+                (
+                    *blake3::hash(task.id.as_bytes()).as_bytes(),
+                    task.id.clone(),
+                )
+            })
+            .collect();
+        ranked.sort_unstable();
+        ranked.truncate((self.tasks.len() / 5).max(1));
+        let is_held_out = |task: &Task| ranked.iter().any(|(_, id)| *id == task.id);
+        let (mut training, mut held_out) = (self.clone(), self);
+        training.tasks.retain(|task| !is_held_out(task));
+        held_out.tasks.retain(is_held_out);
+        (training, held_out)
+    }
+
     /// Keeps the first `limit` tasks in file order, at least one.
     pub fn truncate(&mut self, limit: usize) {
         self.tasks.truncate(limit.max(1));

@@ -211,6 +211,44 @@ fn held_out_tasks_are_in_no_other_set() {
 }
 
 #[test]
+fn a_file_of_own_tasks_is_divided_and_its_run_file_evaluates() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let rows: Vec<String> = (1..=10)
+        .map(|number| {
+            serde_json::json!({
+                "task_id": format!("own-{number}"),
+                "prompt": format!("Write a function f(x) that takes x, adds {number}."),
+                "code": format!("def f(x):\n    return x + {number}"),
+                "test_imports": [],
+                "test_list": [format!("assert f(1) == {}", number + 1)],
+            })
+            .to_string()
+        })
+        .collect();
+    fs_err::write(path("tasks.jsonl"), rows.join("\n")).expect("written");
+    let (tasks, run) = (path("tasks.jsonl"), folder.path().join("run"));
+    train(&run, &["--tasks", &tasks, "--set", "trainer.steps=1"]);
+    let summary = json(&run.join("summary.json"));
+    assert_eq!(
+        summary["before"]["tasks"], 2,
+        "a fifth is held out: {summary}"
+    );
+    let report = wardian(&[
+        "eval",
+        "--config",
+        run.join("run.toml").to_str().expect("UTF-8"),
+        "--model",
+        run.join("final").to_str().expect("UTF-8"),
+        "--format",
+        "json",
+    ]);
+    let report: Value = serde_json::from_str(&report).expect("JSON");
+    assert_eq!(report["tasks"], 2);
+    assert_eq!(report["pass_at_1"], summary["after"]["pass_at_1"]);
+}
+
+#[test]
 fn sft_learns_its_demonstrations() {
     let folder = tempfile::tempdir().expect("a folder");
     let demos = folder.path().join("demos.jsonl");

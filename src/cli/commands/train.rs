@@ -136,7 +136,7 @@ fn describe(summary: &Summary, took: &str, out: &str) -> String {
          after   {}\n  \
          on {} held-out tasks, {} samples each{}\n\n\
          Run folder  {out}\n\
-         Try next    wardian eval --model {out}/final\n            \
+         Try next    wardian eval --config {out}/run.toml --model {out}/final\n            \
          wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
         summary.steps,
         summary.tokens,
