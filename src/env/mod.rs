@@ -19,7 +19,7 @@ mod tests;
 use crate::chat::{Message, ParsedTurn, ToolSpec};
 
 pub use self::error::EnvError;
-pub use self::tools::{RewardWeights, ToolEnvironment, ToolEnvironmentConfig};
+pub use self::tools::{RewardWeights, ToolEnvironment, ToolEnvironmentConfig, grade_request};
 
 /// How an episode ended, for reports; the reward alone trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

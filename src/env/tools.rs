@@ -179,12 +179,7 @@ impl ToolEnvironment {
 
     fn submit(&mut self, code: &str) -> StepResult {
         let started = Instant::now();
-        let verdict = self.grader.grade(&GradeRequest {
-            code: code.to_owned(),
-            setup: self.task.setup.clone(),
-            tests: self.task.tests.clone(),
-            entry_points: self.task.entry_points.clone(),
-        });
+        let verdict = self.grader.grade(&grade_request(&self.task, code));
         self.stats.grade_seconds += started.elapsed().as_secs_f64();
         self.stats.fuel += verdict.usage.candidate.fuel;
         finished(&verdict, self.config.reward)
@@ -226,6 +221,17 @@ impl ToolEnvironment {
             "Running your code with the visible tests gave:\n{output}\nReply with a corrected \
              Python code block."
         ))]))
+    }
+}
+
+/// Returns what the grader is asked about a submission to `task`.
+#[must_use]
+pub fn grade_request(task: &Task, code: &str) -> GradeRequest {
+    GradeRequest {
+        code: code.to_owned(),
+        setup: task.setup.clone(),
+        tests: task.tests.clone(),
+        entry_points: task.entry_points.clone(),
     }
 }
 

@@ -189,7 +189,7 @@ impl<'a> Collector<'a> {
         seed: CollectionSeed<'_>,
         running: &mut HashMap<SequenceId, Running>,
     ) -> Result<(), RolloutError> {
-        let mut episodes: Vec<Episode> = (0_u32..)
+        let episodes: Vec<Episode> = (0_u32..)
             .zip(request.environments)
             .map(|(sample, environment)| {
                 Episode::start(
@@ -227,7 +227,7 @@ impl<'a> Collector<'a> {
         let ids = self
             .engine
             .add_group(&prompt, &self.config.sampling, &seeds)?;
-        for (id, mut episode) in ids.into_iter().zip(episodes.drain(..)) {
+        for (id, mut episode) in ids.into_iter().zip(episodes) {
             episode
                 .trace_mut()
                 .push_prompt(&prompt)

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainerError;
 use super::advantage::{AdvantageConfig, Advantages, GroupMember, group_advantages};
-use super::batch::{TrainSequence, pack};
+use super::batch::{MicroBatch, TrainSequence, pack};
 use super::gradient::{PassConfig, accumulate_policy_gradient, score_micro_batch};
 use super::loss::{LossConfig, LossMetrics};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
@@ -122,10 +122,11 @@ impl GrpoTrainer {
             .collect();
         let advantages = group_advantages(&members, self.config.advantage)?;
         let sequences = self.sequences(&episodes, &advantages);
+        let micro_batches = self.micro_batches(decoder, sequences)?;
         let learning_rate = self.schedule.rate(self.step);
         let mut first = None;
         for _ in 0..self.config.iterations {
-            let (metrics, update) = self.pass(decoder, &sequences, learning_rate)?;
+            let (metrics, update) = self.pass(decoder, &micro_batches, learning_rate)?;
             first.get_or_insert((metrics, update));
         }
         self.step += 1;
@@ -164,33 +165,46 @@ impl GrpoTrainer {
             .collect()
     }
 
-    /// One pass over the sequences and one update.
-    fn pass(
-        &mut self,
+    /// Packs the sequences that learn. Their reference does not change from pass to pass, so it is
+    /// scored here.
+    fn micro_batches(
+        &self,
         decoder: &Decoder,
-        sequences: &[TrainSequence],
-        learning_rate: f64,
-    ) -> Result<(LossMetrics, UpdateStatistics), TrainerError> {
+        mut sequences: Vec<TrainSequence>,
+    ) -> Result<Vec<MicroBatch>, TrainerError> {
         let config = &self.config;
         let totals = config
             .loss
             .totals(sequences.iter().map(TrainSequence::trainable_tokens));
+        let has_divergence = config.loss.kl_coef > 0.0;
         // Without a divergence term, an advantage of 0 is a gradient of 0.
-        let learns =
-            |sequence: &&TrainSequence| sequence.advantage != 0.0 || config.loss.kl_coef > 0.0;
-        let learning: Vec<TrainSequence> = sequences.iter().filter(learns).cloned().collect();
-        let mut gradients = decoder.zero_gradients();
-        let mut metrics = LossMetrics::default();
-        for mut micro in pack(&learning, config.micro_batch_tokens, &config.loss, totals)? {
-            if config.loss.kl_coef > 0.0 {
+        sequences.retain(|sequence| sequence.advantage != 0.0 || has_divergence);
+        let mut micro_batches = pack(&sequences, config.micro_batch_tokens, &config.loss, totals)?;
+        if has_divergence {
+            for micro in &mut micro_batches {
                 // The reference is the same model with its adapter off.
                 let temperature = config.pass.temperature;
-                let scores = score_micro_batch(decoder, &micro, Adapters::Off, temperature)?;
-                micro.reference = scores.logprobs;
+                micro.reference =
+                    score_micro_batch(decoder, micro, Adapters::Off, temperature)?.logprobs;
             }
+        }
+        Ok(micro_batches)
+    }
+
+    /// One pass over the micro-batches and one update.
+    fn pass(
+        &mut self,
+        decoder: &Decoder,
+        micro_batches: &[MicroBatch],
+        learning_rate: f64,
+    ) -> Result<(LossMetrics, UpdateStatistics), TrainerError> {
+        let config = &self.config;
+        let mut gradients = decoder.zero_gradients();
+        let mut metrics = LossMetrics::default();
+        for micro in micro_batches {
             metrics.merge(&accumulate_policy_gradient(
                 decoder,
-                &micro,
+                micro,
                 &config.loss,
                 config.pass,
                 &mut gradients,

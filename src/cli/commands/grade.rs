@@ -13,6 +13,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{Format, LimitArgs};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
+use crate::env::grade_request;
 use crate::grader::{
     GradeLimits, GradeRequest, Grader as _, TestStatus, UnitTestGrader, Verdict, VerdictStatus,
 };
@@ -64,16 +65,13 @@ pub(in crate::cli) fn run(args: &GradeArgs, printer: &Printer) -> Outcome {
             .par_iter()
             .map(|(_, request)| grader.grade(request))
             .collect();
-        for ((submission, _), verdict) in chunk.iter().zip(verdicts) {
+        for ((task_id, _), verdict) in chunk.iter().zip(verdicts) {
             match verdict.status {
                 VerdictStatus::Passed => passed += 1,
                 VerdictStatus::InfraError => faults += 1,
                 VerdictStatus::Failed | VerdictStatus::Invalid => {}
             }
-            let graded = Graded {
-                task_id: &submission.task_id,
-                verdict,
-            };
+            let graded = Graded { task_id, verdict };
             if args.format == Format::Json {
                 printer.json(&graded)
             } else {
@@ -117,7 +115,7 @@ fn describe(graded: &Graded<'_>) -> String {
 fn read_submissions(
     path: &Path,
     tasks: &TaskSet,
-) -> anyhow::Result<Vec<(Submission, GradeRequest)>> {
+) -> anyhow::Result<Vec<(serde_json::Value, GradeRequest)>> {
     let mut reader = BufReader::new(fs_err::File::open(path)?);
     let mut submissions = Vec::new();
     let mut line = String::new();
@@ -153,13 +151,8 @@ fn read_submissions(
                 place()
             )
         })?;
-        let request = GradeRequest {
-            code: submission.code.clone(),
-            setup: task.setup.clone(),
-            tests: task.tests.clone(),
-            entry_points: task.entry_points.clone(),
-        };
-        submissions.push((submission, request));
+        let request = grade_request(task, &submission.code);
+        submissions.push((submission.task_id, request));
     }
     anyhow::ensure!(
         !submissions.is_empty(),
