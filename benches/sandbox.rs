@@ -9,6 +9,7 @@
 
 use std::cell::LazyCell;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group};
@@ -89,7 +90,7 @@ fn sandbox(criterion: &mut Criterion) {
         bencher.iter(|| session.step(&request).expect("the sandbox works"));
     });
     criterion.bench_function("grade/three_asserts", |bencher| {
-        let grader = UnitTestGrader::new(runtime.clone(), GradeLimits::default());
+        let grader = UnitTestGrader::new(Arc::new(runtime.clone()), GradeLimits::default());
         let request = GradeRequest {
             code: "def add(a, b):\n    return a + b\n".to_owned(),
             setup: Vec::new(),

@@ -68,6 +68,9 @@ enum Command {
     Grade(commands::grade::GradeArgs),
     /// Prepare the cached Python runtime, or show where it is
     Runtime(commands::runtime::RuntimeArgs),
+    /// Run guests for the process that starts this one
+    #[command(hide = true)]
+    SandboxWorker,
 }
 
 /// Parses the arguments, runs the command and reports its failure.
@@ -91,6 +94,7 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Runtime(args) => commands::runtime::run(&args, &printer),
+        Command::SandboxWorker => commands::sandbox_worker::run(),
     };
     match outcome {
         Ok(status) => status.into(),

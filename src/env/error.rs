@@ -1,5 +1,7 @@
 //! Faults of the environment itself.
 
+use crate::sandbox::Exit;
+
 /// A fault of ours while an episode ran; the episode leaves the statistics.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -12,5 +14,17 @@ pub enum EnvError {
         /// What failed.
         #[source]
         source: crate::sandbox::SandboxError,
+    },
+    /// A program met the wall-clock deadline before its fuel was used: that depends on the
+    /// machine's load, so it says nothing about the program.
+    #[error(
+        "a program of task `{task}` {exit}, before its fuel was used: the machine is too busy, or \
+         `sandbox.deadline` too short for `sandbox.fuel`"
+    )]
+    Deadline {
+        /// The task's id.
+        task: String,
+        /// How the program ended.
+        exit: Exit,
     },
 }

@@ -11,7 +11,8 @@ use crate::grader::{
     GradeRequest, GradeUsage, Grader, TestResult, TestStatus, Verdict, VerdictStatus,
 };
 use crate::sandbox::{
-    ExecOutcome, ExecRequest, Exit, Limits, Sandbox, SandboxError, Usage as SandboxUsage,
+    Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Sandbox, SandboxError,
+    Session, Usage as SandboxUsage,
 };
 use crate::task::Task;
 
@@ -43,6 +44,14 @@ impl Sandbox for ScriptedSandbox {
                 wall: Duration::ZERO,
             },
         })
+    }
+
+    fn session(&self, _: &Limits) -> Result<Session, SandboxError> {
+        unreachable!("no tool keeps a session")
+    }
+
+    fn converse(&self, _: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
+        unreachable!("the grader is scripted, too")
     }
 }
 

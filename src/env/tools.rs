@@ -9,7 +9,7 @@ use super::text::{describe, last_code_block};
 use super::{EnvError, Environment, EpisodeStats, EpisodeStatus, StepResult};
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
 use crate::grader::{GradeRequest, Grader, TestStatus, Verdict, VerdictStatus};
-use crate::sandbox::{ExecOutcome, ExecRequest, Limits, Sandbox};
+use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, Sandbox};
 use crate::task::Task;
 
 const RUN_PYTHON: &str = "run_python";
@@ -174,6 +174,12 @@ impl ToolEnvironment {
             })?;
         self.stats.tool_seconds += started.elapsed().as_secs_f64();
         self.stats.fuel += outcome.usage.fuel;
+        if let Exit::DeadlineExceeded { .. } = outcome.exit {
+            return Err(EnvError::Deadline {
+                task: self.task.id.clone(),
+                exit: outcome.exit,
+            });
+        }
         Ok(outcome)
     }
 

@@ -9,13 +9,15 @@
 //! submission invalid, and the grader's verdict. Standard output decides nothing.
 //!
 //! **Who is at fault.** Once a submission was loaded, everything that goes wrong counts against
-//! it, the grader's instance running out of fuel, time or memory or trapping included: those are
-//! reached through the data it returns. An infrastructure error is what no submission can cause:
-//! the sandbox cannot be set up, or the task's own setup does not run without any submission.
+//! it, the grader's instance running out of fuel or memory or trapping included: those are reached
+//! through the data it returns. An infrastructure error is what says nothing about a submission:
+//! the sandbox cannot be set up, the task's own setup does not run without any submission, or the
+//! deadline passed before the fuel was used, which depends on the machine's load.
 //!
 //! Callables cannot be passed to a submission: that would let it run code in the grader's
 //! instance. Such a test fails with a message that says so.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytesize::ByteSize;
@@ -24,13 +26,15 @@ use serde::{Deserialize, Serialize};
 use super::Grader;
 use super::codec::Value;
 use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name};
-use crate::sandbox::{Exit, Instance, Limits, MAX_MESSAGE, SandboxError, Served, WasmRuntime};
+use crate::sandbox::{Dialogue, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served};
 
 /// The most of a candidate's reply to `load` that is read: an error message has 500 characters.
 const MAX_LOAD_REPLY: usize = 16 << 10;
 /// The most of a grader's reply that is read, for each test and once more: a message has 300
 /// characters.
 const MAX_TEST_REPLY: usize = 2 << 10;
+
+const NO_PROPER_REPLY: &str = "the submission gave no proper reply";
 
 /// How `graders/unit_tests.py` reports a submission that no longer answers.
 const SUBMISSION_ENDED: [&str; 2] = [
@@ -102,7 +106,7 @@ impl GradeLimits {
 /// about 1 ms.
 #[derive(Debug, Clone)]
 pub struct UnitTestGrader {
-    runtime: WasmRuntime,
+    sandbox: Arc<dyn Sandbox>,
     limits: GradeLimits,
 }
 
@@ -114,10 +118,10 @@ enum Judgement {
 }
 
 impl UnitTestGrader {
-    /// Makes a grader that runs guests of `runtime` under `limits`.
+    /// Makes a grader that runs its guests in `sandbox` under `limits`.
     #[must_use]
-    pub fn new(runtime: WasmRuntime, limits: GradeLimits) -> Self {
-        Self { runtime, limits }
+    pub fn new(sandbox: Arc<dyn Sandbox>, limits: GradeLimits) -> Self {
+        Self { sandbox, limits }
     }
 
     fn try_grade(
@@ -126,23 +130,37 @@ impl UnitTestGrader {
         usage: &mut GradeUsage,
     ) -> Result<Judgement, GraderError> {
         check(request)?;
-        let mut candidate = self.runtime.instance(&self.limits.candidate)?;
-        let loaded = load(&mut candidate, &request.code);
-        usage.candidate = candidate.usage();
-        if let Err(message) = loaded? {
+        let load = load_message(&request.code);
+        if load.len() > MAX_MESSAGE {
+            let message = format!("the submission takes {} bytes", request.code.len());
             return Ok(Judgement::Invalid(message));
         }
-
-        let mut grader = self.runtime.instance(&self.limits.grader)?;
-        grader.connect(candidate);
-        let served = grader.serve(&grade_message(request)?);
-        usage.grader = grader.usage();
-        let candidate = grader.disconnect();
-        if let Some(candidate) = &candidate {
-            usage.candidate = candidate.usage();
+        let outcome = self.sandbox.converse(&Dialogue {
+            callee: Message {
+                limits: self.limits.candidate.clone(),
+                bytes: load,
+            },
+            proceed_on: loaded_reply(),
+            caller: Message {
+                limits: self.limits.grader.clone(),
+                bytes: grade_message(request)?,
+            },
+        })?;
+        usage.candidate = outcome.callee_usage;
+        if let Some(exit @ Exit::DeadlineExceeded { .. }) = outcome.callee_ended {
+            let side = "submission";
+            return Err(GraderError::Deadline { side, exit });
         }
-        let reply = match served? {
+        let Some((served, grader_usage)) = outcome.caller else {
+            return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
+        };
+        usage.grader = grader_usage;
+        let reply = match served {
             Served::Reply(reply) => reply,
+            Served::Ended(exit @ Exit::DeadlineExceeded { .. }) => {
+                let side = "grader";
+                return Err(GraderError::Deadline { side, exit });
+            }
             Served::Ended(exit) => {
                 return Ok(Judgement::AllFailed(format!(
                     "the grader's instance {exit}"
@@ -156,7 +174,7 @@ impl UnitTestGrader {
             Some(GraderReply::Broken(reason)) => return Err(GraderError::BrokenTask { reason }),
             None => Judgement::AllFailed("the grader gave no verdict".to_owned()),
         };
-        if let Some(exit) = candidate.as_ref().and_then(Instance::ended) {
+        if let Some(exit) = &outcome.callee_ended {
             explain(&mut judgement, exit);
         }
         Ok(judgement)
@@ -190,6 +208,11 @@ enum GraderError {
     EntryPoint { name: String },
     #[error("the task's tests take {size} bytes, more than {MAX_MESSAGE}")]
     TestsTooLarge { size: usize },
+    #[error(
+        "the {side}'s instance {exit}, before its fuel was used: the machine is too busy, or the \
+         deadline too short for the fuel"
+    )]
+    Deadline { side: &'static str, exit: Exit },
     #[error("the task's setup or tests are broken: {reason}")]
     BrokenTask { reason: String },
     #[error("the sandbox failed")]
@@ -216,30 +239,34 @@ fn check(request: &GradeRequest) -> Result<(), GraderError> {
     }
 }
 
-/// Loads the submission; an inner error says why it does not load.
-fn load(candidate: &mut Instance, code: &str) -> Result<Result<(), String>, SandboxError> {
-    let message = Value::Tuple(vec![Value::text("load"), Value::text(code)]).encode();
-    if message.len() > MAX_MESSAGE {
-        return Ok(Err(format!("the submission takes {} bytes", code.len())));
-    }
-    let reply = match candidate.serve(&message)? {
+fn load_message(code: &str) -> Vec<u8> {
+    Value::Tuple(vec![Value::text("load"), Value::text(code)]).encode()
+}
+
+/// The reply to a submission that loads: no exception, no value, no changed argument.
+fn loaded_reply() -> Vec<u8> {
+    Value::Tuple(vec![Value::Int(0), Value::None, Value::None]).encode()
+}
+
+/// Says why a submission does not load, from its instance's reply.
+fn why_not_loaded(served: &Served) -> String {
+    let reply = match served {
         Served::Reply(reply) => reply,
-        Served::Ended(exit) => return Ok(Err(format!("while loading, the submission {exit}"))),
+        Served::Ended(exit) => return format!("while loading, the submission {exit}"),
     };
-    let Ok(Value::Tuple(members)) = Value::decode(&reply, MAX_LOAD_REPLY) else {
-        return Ok(Err("the submission gave no proper reply".to_owned()));
-    };
-    Ok(match &members[..] {
-        [Value::Int(0), Value::None, Value::None] => Ok(()),
-        [
-            Value::Int(1),
-            Value::Str(_),
-            Value::Str(kind),
-            Value::Str(message),
-            _,
-        ] => Err(format!("{kind}: {message}")),
-        _ => Err("the submission gave no proper reply".to_owned()),
-    })
+    match Value::decode(reply, MAX_LOAD_REPLY) {
+        Ok(Value::Tuple(members)) => match &members[..] {
+            [
+                Value::Int(1),
+                Value::Str(_),
+                Value::Str(kind),
+                Value::Str(message),
+                _,
+            ] => format!("{kind}: {message}"),
+            _ => NO_PROPER_REPLY.to_owned(),
+        },
+        _ => NO_PROPER_REPLY.to_owned(),
+    }
 }
 
 fn grade_message(request: &GradeRequest) -> Result<Vec<u8>, GraderError> {

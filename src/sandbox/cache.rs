@@ -1,4 +1,5 @@
-//! Compiled guests on disk: `<key>` names the content, `<content hash>.cwasm` holds it.
+//! Prepared guests on disk: `<key>` names the content, `<content hash>.cwasm` (compiled code) and
+//! `<content hash>.image` (memory) hold it.
 //!
 //! A key is the hash of everything the compiled guest depends on. Files are written beside their
 //! place and renamed into it, and a lock per key keeps two processes from doing the work twice.
@@ -17,12 +18,25 @@ use std::path::{Path, PathBuf};
 use blake3::{Hash, Hasher};
 
 use super::error::SandboxError;
+use super::memory::write_sparse;
 
 /// Overrides the cache folder.
 const OVERRIDE: &str = "WARDIAN_CACHE";
-/// Compiled guests that are kept; each takes about 50 MB, and each release makes a new one.
+/// Guests that are kept; each takes about 30 MB, and each release makes a new one.
 const KEPT: usize = 4;
-const COMPILED: &str = "cwasm";
+const CODE: &str = "cwasm";
+const IMAGE: &str = "image";
+
+/// A prepared guest, in open files.
+#[derive(Debug)]
+pub(super) struct Stored {
+    /// Hash of the guest that was compiled.
+    pub(super) id: Hash,
+    /// Compiled code.
+    pub(super) code: File,
+    /// The content of its memory.
+    pub(super) image: File,
+}
 
 /// Where compiled guests are kept.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -87,20 +101,33 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Returns the compiled guest of `key`, if there is a sound one.
+    /// Returns the guest of `key`, if there is a sound one.
     ///
     /// # Errors
     ///
     /// Returns an error if a file cannot be read or is open to others. A damaged one counts as
     /// absent.
-    pub(super) fn load(&self, key: &Hash) -> Result<Option<File>, SandboxError> {
+    pub(super) fn load(&self, key: &Hash) -> Result<Option<Stored>, SandboxError> {
         let Some(content) = self.absent_is_none(fs_err::read_to_string(self.key_path(key)))? else {
             return Ok(None);
         };
-        let Ok(expected) = Hash::from_hex(content.trim()) else {
+        let hashes: Vec<_> = content.lines().map(Hash::from_hex).collect();
+        let [Ok(id), Ok(code), Ok(image)] = hashes[..] else {
             return Ok(None);
         };
-        let path = self.content_path(&expected);
+        // Hashing is most of what a warm load does.
+        let (code, image) = rayon::join(
+            || self.open_file(&code, CODE),
+            || self.open_file(&image, IMAGE),
+        );
+        Ok(match (code?, image?) {
+            (Some(code), Some(image)) => Some(Stored { id, code, image }),
+            _ => None,
+        })
+    }
+
+    fn open_file(&self, expected: &Hash, extension: &str) -> Result<Option<File>, SandboxError> {
+        let path = self.content_path(expected, extension);
         let Some(file) = self.absent_is_none(fs_err::File::open(&path))? else {
             return Ok(None);
         };
@@ -111,7 +138,7 @@ impl Cache {
         hasher
             .update_reader(&mut file)
             .map_err(|source| self.error(source))?;
-        if hasher.finalize() != expected {
+        if hasher.finalize() != *expected {
             tracing::warn!(path = %path.display(), "cached guest is damaged; building it again");
             return Ok(None);
         }
@@ -138,44 +165,64 @@ impl Cache {
         lock().map_err(|source| self.error(source))
     }
 
-    /// Keeps `compiled` under `key` and forgets guests of long ago.
-    pub(super) fn store(&self, key: &Hash, compiled: &[u8]) -> Result<(), SandboxError> {
-        let content = blake3::hash(compiled);
+    /// Keeps a guest under `key` and forgets guests of long ago.
+    pub(super) fn store(
+        &self,
+        key: &Hash,
+        id: &Hash,
+        code: &[u8],
+        image: &[u8],
+    ) -> Result<(), SandboxError> {
+        let hashes = [blake3::hash(code), blake3::hash(image)];
         let store = || {
-            self.write(&self.content_path(&content), compiled)?;
-            self.write(&self.key_path(key), content.to_hex().as_bytes())
+            self.write(&self.content_path(&hashes[0], CODE), |file| {
+                file.write_all(code)
+            })?;
+            self.write(&self.content_path(&hashes[1], IMAGE), |file| {
+                write_sparse(file, image)
+            })?;
+            self.write(&self.key_path(key), |file| {
+                let [code, image] = hashes.map(|hash| hash.to_hex());
+                writeln!(file, "{}\n{code}\n{image}", id.to_hex())
+            })
         };
         store().map_err(|source| self.error(source))?;
-        if let Err(error) = self.prune() {
-            // Another process may be at it, too.
-            tracing::debug!(
-                error = &error as &dyn std::error::Error,
-                "old guests are left"
-            );
+        for extension in [CODE, IMAGE] {
+            if let Err(error) = self.prune(extension) {
+                // Another process may be at it, too.
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "old guests are left"
+                );
+            }
         }
         Ok(())
     }
 
     /// Writes a file that only its owner may read, all at once.
-    fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    fn write(
+        &self,
+        path: &Path,
+        content: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> io::Result<()> {
         let mut file = tempfile::Builder::new()
             .permissions(Permissions::from_mode(0o600))
             .tempfile_in(&self.folder)?;
-        file.write_all(bytes)?;
+        content(file.as_file_mut())?;
         file.as_file().sync_all()?;
         file.persist(path)?;
         Ok(())
     }
 
-    /// Removes all but the newest compiled guests. Processes that run one keep their mapping.
-    fn prune(&self) -> io::Result<()> {
+    /// Removes all but the newest files. Processes that run a guest keep their mapping.
+    fn prune(&self, extension: &str) -> io::Result<()> {
         let mut found = Vec::new();
         for entry in fs_err::read_dir(&self.folder)? {
             let entry = entry?;
             if entry
                 .path()
                 .extension()
-                .is_some_and(|extension| extension == COMPILED)
+                .is_some_and(|found| found == extension)
             {
                 found.push((entry.metadata()?.modified()?, entry.path()));
             }
@@ -210,10 +257,10 @@ impl Cache {
         self.folder.join(key.to_hex().as_str())
     }
 
-    fn content_path(&self, content: &Hash) -> PathBuf {
+    fn content_path(&self, content: &Hash, extension: &str) -> PathBuf {
         self.folder
             .join(content.to_hex().as_str())
-            .with_extension(COMPILED)
+            .with_extension(extension)
     }
 
     fn error(&self, source: io::Error) -> SandboxError {
@@ -239,9 +286,9 @@ mod tests {
         let (_folder, cache) = cache();
         let key = blake3::hash(b"key");
         assert!(cache.load(&key).unwrap().is_none());
-        cache.store(&key, b"code").unwrap();
-        let file = cache.load(&key).unwrap().expect("just stored");
-        assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);
+        cache.store(&key, &key, b"code", b"memory").unwrap();
+        let stored = cache.load(&key).unwrap().expect("just stored");
+        assert_eq!(stored.code.metadata().unwrap().mode() & 0o777, 0o600);
         assert_eq!(
             fs_err::metadata(&cache.folder).unwrap().mode() & 0o777,
             0o700
@@ -252,8 +299,8 @@ mod tests {
     fn damaged_content_counts_as_absent() {
         let (_folder, cache) = cache();
         let key = blake3::hash(b"key");
-        cache.store(&key, b"code").unwrap();
-        fs_err::write(cache.content_path(&blake3::hash(b"code")), b"c0de").unwrap();
+        cache.store(&key, &key, b"code", b"memory").unwrap();
+        fs_err::write(cache.content_path(&blake3::hash(b"code"), CODE), b"c0de").unwrap();
         assert!(cache.load(&key).unwrap().is_none());
     }
 
@@ -261,8 +308,8 @@ mod tests {
     fn a_file_that_others_may_write_is_refused() {
         let (_folder, cache) = cache();
         let key = blake3::hash(b"key");
-        cache.store(&key, b"code").unwrap();
-        let path = cache.content_path(&blake3::hash(b"code"));
+        cache.store(&key, &key, b"code", b"memory").unwrap();
+        let path = cache.content_path(&blake3::hash(b"code"), CODE);
         fs_err::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
         let error = cache.load(&key).expect_err("writable by all");
         assert!(matches!(error, SandboxError::UntrustedCache { .. }));
@@ -282,12 +329,17 @@ mod tests {
         for index in 0..KEPT + 2 {
             let name = index.to_string();
             cache
-                .store(&blake3::hash(name.as_bytes()), name.as_bytes())
+                .store(
+                    &blake3::hash(name.as_bytes()),
+                    &blake3::hash(b"id"),
+                    name.as_bytes(),
+                    b"memory",
+                )
                 .unwrap();
         }
         let kept = fs_err::read_dir(&cache.folder)
             .unwrap()
-            .filter(|entry| entry.as_ref().unwrap().path().extension() == Some(COMPILED.as_ref()))
+            .filter(|entry| entry.as_ref().unwrap().path().extension() == Some(CODE.as_ref()))
             .count();
         assert_eq!(kept, KEPT);
     }

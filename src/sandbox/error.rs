@@ -1,5 +1,6 @@
 //! Faults of the sandbox itself, never of the guest's program.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use super::outcome::Exit;
@@ -83,6 +84,18 @@ pub enum SandboxError {
     },
 
     // === Running it ===
+    /// The kernel refused memory or address space.
+    #[error(
+        "{activity} failed; each instance needs 4 GiB of address space (`ulimit -v`) and a few \
+         mappings (`vm.max_map_count`)"
+    )]
+    Memory {
+        /// What was being done.
+        activity: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
     /// A limit cannot be enforced as given.
     #[error("limit `{name}` is not usable: {reason}")]
     InvalidLimit {
@@ -115,6 +128,53 @@ pub enum SandboxError {
         size: usize,
         /// The most that is accepted.
         limit: usize,
+    },
+    /// The audit found an instance that was not what it should be before its next use.
+    #[error("a restored instance differs from the image; please report this")]
+    Leak,
+    /// A worker process could not be started.
+    #[error("starting the sandbox worker {command:?} failed")]
+    WorkerStart {
+        /// Program and arguments.
+        command: Vec<OsString>,
+        /// What went wrong.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Two worker processes died, one after the other, under the same call.
+    #[error("two sandbox workers died while they ran this program; the last: {reason}")]
+    WorkerDied {
+        /// What was seen of it.
+        reason: String,
+    },
+    /// A worker process answered with an error of its own.
+    #[error("in a sandbox worker: {message}")]
+    Worker {
+        /// The error and its causes.
+        message: String,
+    },
+    /// The session's worker process died, and the session's state with it.
+    #[error("the session was lost with its worker process; open a new one")]
+    SessionLost,
+    /// A session's snapshot cannot be written or read.
+    #[error("session snapshot `{}`", path.display())]
+    SnapshotFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A session's snapshot was made with another guest.
+    #[error(
+        "the session snapshot was made with another Python runtime ({found:.16}…, this one is \
+         {expected:.16}…); resume it with the build that made it"
+    )]
+    OtherGuest {
+        /// Hash of the guest that it was made with.
+        found: String,
+        /// Hash of this runtime's guest.
+        expected: String,
     },
     /// The session's interpreter has ended and cannot run another step.
     #[error("the session has ended: its interpreter {exit}; open a new one")]

@@ -52,10 +52,20 @@ impl Guest {
             .iter()
             .map(|(name, source)| ((*name).to_owned(), json!(source)))
             .collect();
+        Self::embedded(json!({ "modules": modules }).to_string().into_bytes())
+    }
+
+    /// Returns the embedded module with its input as another process gave it.
+    pub(super) fn embedded(stdin: Vec<u8>) -> Self {
         Self {
             module: Cow::Borrowed(PYTHON),
-            stdin: json!({ "modules": modules }).to_string().into_bytes(),
+            stdin,
         }
+    }
+
+    /// Returns whether every process of this build has the module.
+    pub(super) fn is_embedded(&self) -> bool {
+        matches!(self.module, Cow::Borrowed(_))
     }
 
     /// Makes a guest from a module (Wasm or zstd-compressed Wasm) with the interface of

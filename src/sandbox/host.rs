@@ -4,8 +4,8 @@ use bytesize::ByteSize;
 use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
-use super::instance::Instance;
 use super::limits::{Limits, MemoryLimiter};
+use super::pool::Lease;
 
 /// 2026-01-01T00:00:00Z: where every guest's clock starts.
 const CLOCK_START_NS: u64 = 1_767_225_600_000_000_000;
@@ -22,12 +22,20 @@ pub(super) struct Host {
     pub(super) stdout: Capture,
     pub(super) stderr: Capture,
     pub(super) memory: MemoryLimiter,
-    pub(super) clock: Clock,
+    /// What a fork shares with its parent.
+    pub(super) carried: Carried,
     /// The instance that this guest may call through `bridge.call`, if any.
-    pub(super) peer: Option<Box<Instance>>,
+    pub(super) peer: Option<Box<Lease>>,
     /// The peer's last reply, until the guest takes it.
     pub(super) reply: Vec<u8>,
-    random: ChaCha8Rng,
+}
+
+/// The part of the host's state that belongs to the guest's program: with its memory, it decides
+/// what the program does next.
+#[derive(Debug, Clone)]
+pub(super) struct Carried {
+    pub(super) clock: Clock,
+    pub(super) random: ChaCha8Rng,
 }
 
 impl Host {
@@ -37,19 +45,21 @@ impl Host {
             stdout: Capture::new(limits.stdout),
             stderr: Capture::new(limits.stderr),
             memory: MemoryLimiter::new(limits.memory),
-            clock: Clock::default(),
+            carried: Carried {
+                clock: Clock::default(),
+                random: ChaCha8Rng::seed_from_u64(0),
+            },
             peer: None,
             reply: Vec::new(),
-            random: ChaCha8Rng::seed_from_u64(0),
         }
     }
 
     pub(super) fn seed(&mut self, seed: u64) {
-        self.random = ChaCha8Rng::seed_from_u64(seed);
+        self.carried.random = ChaCha8Rng::seed_from_u64(seed);
     }
 
     pub(super) fn fill_random(&mut self, bytes: &mut [u8]) {
-        self.random.fill_bytes(bytes);
+        self.carried.random.fill_bytes(bytes);
     }
 }
 
@@ -108,9 +118,9 @@ impl Capture {
 }
 
 /// A clock that moves only when it is read or slept on.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Clock {
-    elapsed_ns: u64,
+    pub(super) elapsed_ns: u64,
 }
 
 impl Clock {

@@ -4,13 +4,17 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use wasmtime::{Memory, Store, Trap, TypedFunc, WasmParams, WasmResults};
+use wasmtime::{Global, Memory, Store, Trap, TypedFunc, Val, WasmParams, WasmResults};
 
+use super::bridge::Served;
 use super::error::SandboxError;
-use super::host::{Host, Input};
+use super::host::{Carried, Host, Input};
 use super::limits::Limits;
+use super::memory::{Changed, Slot, WASM_PAGE};
 use super::outcome::{ExecOutcome, ExecRequest, Exit, Usage};
-use super::runtime::{EPOCH_TICK, WasmRuntime};
+use super::pool::Lease;
+use super::runtime::{EPOCH_TICK, Prepared};
+use super::snapshot::STACK_POINTER;
 use super::wasi::ProcExit;
 
 /// The most bytes of one program or message, as the guest's codec has it.
@@ -27,12 +31,16 @@ const MEMORY_ERROR: i32 = 256;
 /// trap, an exit or a limit ends it. Its memory is the guest program's to change, so what it
 /// answers is data, whatever it claims.
 ///
-/// Guest code runs on a stack of its own, taken from the runtime's pool: deep recursion in a guest
-/// meets the guest's limit, on whatever thread it is called from.
+/// Guest code runs on a stack of its own: deep recursion in a guest meets the guest's limit, on
+/// whatever thread it is called from.
+///
+/// Between two guests the instance is [restored](Self::restore), not made anew.
 #[derive(Debug)]
-pub(crate) struct Instance {
+pub(super) struct Instance {
+    // The store goes before the slot that its memory lies in.
     store: Store<Host>,
     exports: Exports,
+    slot: Slot,
     limits: Limits,
     started: Instant,
     ended: Option<Exit>,
@@ -40,6 +48,9 @@ pub(crate) struct Instance {
 
 struct Exports {
     memory: Memory,
+    stack_pointer: Global,
+    /// Where the stack pointer is when the guest is at rest.
+    stack_at_rest: i32,
     buf: TypedFunc<i32, i32>,
     step: TypedFunc<(i32, i64), i32>,
     serve: TypedFunc<i32, i32>,
@@ -52,54 +63,150 @@ impl std::fmt::Debug for Exports {
     }
 }
 
-/// What came of a message to a guest.
-#[derive(Debug)]
-pub(crate) enum Served {
-    /// The guest's reply.
-    Reply(Vec<u8>),
-    /// The guest has ended, now or before.
-    Ended(Exit),
+/// What a guest at rest is, beyond the image that all start from.
+#[derive(Debug, Clone)]
+pub(super) struct GuestState {
+    pub(super) memory_bytes: usize,
+    /// Changed pages, in order.
+    pub(super) pages: Vec<usize>,
+    /// Their content, one after the other.
+    pub(super) content: Vec<u8>,
+    pub(super) carried: Carried,
 }
 
 impl Instance {
-    /// Makes a fresh instance, with its fuel and deadline running from now on.
-    pub(super) fn new(runtime: &WasmRuntime, limits: &Limits) -> Result<Self, SandboxError> {
-        limits.validate()?;
-        let minimum = runtime.guest_memory();
-        if limits.memory.0 < minimum {
-            return Err(SandboxError::MemoryLimitTooSmall {
-                limit: limits.memory.0,
-                minimum,
-            });
-        }
-        let mut store = Store::new(runtime.engine(), Host::new(limits));
-        store.limiter(|host| &mut host.memory);
-        refuel(&mut store, limits)?;
-        let instance = runtime.instantiate(&mut store)?;
-
-        macro_rules! function {
-            ($name:literal) => {
-                instance
-                    .get_typed_func(&mut store, $name)
-                    .map_err(|_| SandboxError::MissingExport { name: $name })?
-            };
-        }
-        let exports = Exports {
-            memory: instance
-                .get_memory(&mut store, "memory")
-                .ok_or(SandboxError::MissingExport { name: "memory" })?,
-            buf: function!("buf"),
-            step: function!("step"),
-            serve: function!("serve"),
-            reply_ptr: function!("reply_ptr"),
-        };
+    /// Makes a fresh instance, without fuel.
+    pub(super) fn new(prepared: &Prepared) -> Result<Self, SandboxError> {
+        let slot = prepared.slot()?;
+        let limits = Limits::default();
+        let (store, exports) = instantiate(prepared, &slot, &limits)?;
         Ok(Self {
             store,
             exports,
-            limits: limits.clone(),
+            slot,
+            limits,
             started: Instant::now(),
             ended: None,
         })
+    }
+
+    /// Begins the use of a fresh or restored instance: fuel and deadline run from now on.
+    pub(super) fn begin(&mut self, limits: &Limits) -> Result<(), SandboxError> {
+        *self.store.data_mut() = Host::new(limits);
+        self.limits = limits.clone();
+        self.slot.begin();
+        self.refuel()
+    }
+
+    /// Makes the instance a fresh one again, whatever its guest did.
+    ///
+    /// All state of a guest is its linear memory and its stack pointer (`snapshot::check`), and
+    /// what the host keeps for it.
+    pub(super) fn restore(&mut self, prepared: &Prepared) -> Result<(), SandboxError> {
+        let memory = |source| SandboxError::Memory {
+            activity: "restoring a guest's memory",
+            source,
+        };
+        let size = self.exports.memory.data_size(&self.store);
+        // SAFETY: the slot lies under `self.store`, which is not running while it is borrowed here.
+        #[expect(unsafe_code, reason = "restores the memory of a guest at rest")]
+        unsafe { self.slot.restore(size) }.map_err(memory)?;
+        if prepared.is_audited() {
+            // SAFETY: as above.
+            #[expect(unsafe_code, reason = "reads the memory of a guest at rest")]
+            let is_restored = unsafe { self.slot.is_restored() };
+            if !is_restored.map_err(memory)? {
+                return Err(SandboxError::Leak);
+            }
+        }
+        self.ended = None;
+        // A memory can't shrink.
+        if size > prepared.image_size() || prepared.reinstantiates() {
+            (self.store, self.exports) = instantiate(prepared, &self.slot, &self.limits)?;
+            return Ok(());
+        }
+        *self.store.data_mut() = Host::new(&self.limits);
+        // A trap or an exit leaves it where it was.
+        let at_rest = Val::I32(self.exports.stack_at_rest);
+        self.exports
+            .stack_pointer
+            .set(&mut self.store, at_rest)
+            .map_err(SandboxError::engine("resetting the guest's stack"))
+    }
+
+    /// Returns what the guest at rest changed in its memory.
+    pub(super) fn changed(&self) -> Result<Changed<'_>, SandboxError> {
+        let size = self.exports.memory.data_size(&self.store);
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
+        #[expect(unsafe_code, reason = "reads the memory of a guest at rest")]
+        unsafe { self.slot.changed(size) }.map_err(|source| SandboxError::Memory {
+            activity: "finding a guest's changed memory",
+            source,
+        })
+    }
+
+    /// Makes this fresh instance a copy of `parent`, which changed `changed`.
+    pub(super) fn copy_from(
+        &mut self,
+        parent: &Self,
+        changed: &Changed<'_>,
+    ) -> Result<(), SandboxError> {
+        let size = parent.exports.memory.data_size(&parent.store);
+        self.slot.use_here();
+        self.grow_to(size)?;
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
+        #[expect(unsafe_code, reason = "writes the memory of a guest at rest")]
+        unsafe {
+            self.slot.copy_from(changed, size);
+        }
+        self.store.data_mut().carried = parent.store.data().carried.clone();
+        Ok(())
+    }
+
+    /// Saves the guest's state at rest.
+    pub(super) fn save(&self) -> Result<GuestState, SandboxError> {
+        let changed = self.changed()?;
+        let mut state = GuestState {
+            memory_bytes: self.exports.memory.data_size(&self.store),
+            pages: Vec::new(),
+            content: Vec::new(),
+            carried: self.store.data().carried.clone(),
+        };
+        for (page, content) in changed.pages() {
+            state.pages.push(page);
+            state.content.extend_from_slice(content);
+        }
+        Ok(state)
+    }
+
+    /// Makes this fresh instance what was saved.
+    ///
+    /// The pages of `state` must lie within its memory.
+    pub(super) fn load(&mut self, state: &GuestState) -> Result<(), SandboxError> {
+        self.slot.use_here();
+        self.grow_to(state.memory_bytes)?;
+        let size = self.exports.memory.data_size(&self.store);
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
+        #[expect(unsafe_code, reason = "writes the memory of a guest at rest")]
+        unsafe {
+            self.slot.write(size, &state.pages, &state.content);
+        }
+        self.store.data_mut().carried = state.carried.clone();
+        Ok(())
+    }
+
+    fn grow_to(&mut self, size: usize) -> Result<(), SandboxError> {
+        let memory = self.exports.memory;
+        let missing = size.saturating_sub(memory.data_size(&self.store)) / WASM_PAGE;
+        if missing > 0 {
+            memory.grow(&mut self.store, missing as u64).map_err(|_| {
+                SandboxError::MemoryLimitTooSmall {
+                    limit: self.limits.memory.0,
+                    minimum: size as u64,
+                }
+            })?;
+        }
+        Ok(())
     }
 
     /// Runs one program with full fuel and a new deadline.
@@ -151,7 +258,7 @@ impl Instance {
     /// # Errors
     ///
     /// Returns an error if the message is too large or the sandbox is at fault.
-    pub(crate) fn serve(&mut self, request: &[u8]) -> Result<Served, SandboxError> {
+    pub(super) fn serve(&mut self, request: &[u8]) -> Result<Served, SandboxError> {
         if let Some(exit) = &self.ended {
             return Ok(Served::Ended(exit.clone()));
         }
@@ -167,23 +274,30 @@ impl Instance {
         }
     }
 
-    /// Makes `peer` the instance that this one reaches through `bridge.call`.
-    pub(crate) fn connect(&mut self, peer: Self) {
+    /// As [`Self::serve`], with `peer` as the instance that this one reaches through
+    /// `bridge.call`.
+    pub(super) fn serve_with_peer(
+        &mut self,
+        request: &[u8],
+        peer: Lease,
+    ) -> (Result<Served, SandboxError>, Lease) {
         self.store.data_mut().peer = Some(Box::new(peer));
-    }
-
-    /// Takes the peer back.
-    pub(crate) fn disconnect(&mut self) -> Option<Self> {
-        self.store.data_mut().peer.take().map(|peer| *peer)
+        let served = self.serve(request);
+        let peer = self.store.data_mut().peer.take();
+        (served, *peer.expect("only this function takes it"))
     }
 
     /// Returns how the instance ended, if it has.
-    pub(crate) fn ended(&self) -> Option<&Exit> {
+    pub(super) fn ended(&self) -> Option<&Exit> {
         self.ended.as_ref()
     }
 
+    pub(super) fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
     /// Returns what was used since the instance was made or the last step began.
-    pub(crate) fn usage(&self) -> Usage {
+    pub(super) fn usage(&self) -> Usage {
         // Fuel is on in every engine we make; without it the whole budget counts as used.
         let left = self.store.get_fuel().unwrap_or(0);
         Usage {
@@ -228,6 +342,7 @@ impl Instance {
 
     /// Puts `bytes` into the guest's buffer and returns their number.
     fn send(&mut self, bytes: &[u8]) -> wasmtime::Result<i32> {
+        self.slot.use_here();
         let length = i32::try_from(bytes.len()).expect("checked against `MAX_MESSAGE`");
         let buf = self.exports.buf.clone();
         let pointer = self.call(&buf, length)?.cast_unsigned() as usize;
@@ -316,6 +431,47 @@ enum GuestFault {
     NoReply,
     #[error("the interpreter gave no exit status")]
     Status,
+}
+
+/// Instantiates the guest over `slot`, which must hold the image.
+fn instantiate(
+    prepared: &Prepared,
+    slot: &Slot,
+    limits: &Limits,
+) -> Result<(Store<Host>, Exports), SandboxError> {
+    let mut store = Store::new(prepared.engine(), Host::new(limits));
+    store.limiter(|host| &mut host.memory);
+    refuel(&mut store, limits)?;
+    let instance = slot
+        .hand_over(|| prepared.guest().instantiate(&mut store))
+        .map_err(SandboxError::engine("instantiating the guest"))?;
+
+    macro_rules! function {
+        ($name:literal) => {
+            instance
+                .get_typed_func(&mut store, $name)
+                .map_err(|_| SandboxError::MissingExport { name: $name })?
+        };
+    }
+    let stack_pointer = instance.get_global(&mut store, STACK_POINTER);
+    let stack_at_rest = stack_pointer.and_then(|global| global.get(&mut store).i32());
+    let (Some(stack_pointer), Some(stack_at_rest)) = (stack_pointer, stack_at_rest) else {
+        return Err(SandboxError::MissingExport {
+            name: STACK_POINTER,
+        });
+    };
+    let exports = Exports {
+        memory: instance
+            .get_memory(&mut store, "memory")
+            .ok_or(SandboxError::MissingExport { name: "memory" })?,
+        stack_pointer,
+        stack_at_rest,
+        buf: function!("buf"),
+        step: function!("step"),
+        serve: function!("serve"),
+        reply_ptr: function!("reply_ptr"),
+    };
+    Ok((store, exports))
 }
 
 fn refuel(store: &mut Store<Host>, limits: &Limits) -> Result<(), SandboxError> {

@@ -22,28 +22,38 @@
 
 mod bridge;
 mod cache;
+mod compiled;
 mod error;
 mod guest;
 mod host;
 mod instance;
 mod limits;
+mod memory;
 mod microseconds;
 mod outcome;
+mod pool;
 mod runtime;
+mod saved;
 pub(crate) mod seconds;
 mod session;
 mod snapshot;
 mod wasi;
+mod workers;
 
+pub use bridge::{Dialogue, DialogueOutcome, Message, Served};
 pub use cache::CacheFolder;
+pub use compiled::Progress;
 pub use error::SandboxError;
 pub use guest::Guest;
 pub use limits::Limits;
 pub use outcome::{ExecOutcome, ExecRequest, Exit, Usage};
-pub use runtime::{Progress, RuntimeOptions, WasmRuntime};
+pub use pool::Statistics;
+pub use runtime::{Restore, RuntimeOptions, WasmRuntime};
+pub use saved::Snapshot;
 pub use session::Session;
+pub use workers::{WorkerOptions, Workers, serve_parent};
 
-pub(crate) use instance::{Instance, MAX_MESSAGE, Served};
+pub(crate) use instance::MAX_MESSAGE;
 
 /// A place to run untrusted programs, shared by threads as `Arc<dyn Sandbox>`.
 pub trait Sandbox: std::fmt::Debug + Send + Sync {
@@ -54,4 +64,19 @@ pub trait Sandbox: std::fmt::Debug + Send + Sync {
     /// Returns an error only if the sandbox is at fault; however the program ends is in the
     /// outcome.
     fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError>;
+
+    /// Opens a live interpreter.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the limits are not usable or every instance is taken.
+    fn session(&self, limits: &Limits) -> Result<Session, SandboxError>;
+
+    /// Lets one fresh guest ask another one.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a message is too large, no instance is free, or the sandbox is at
+    /// fault; however the guests end is in the outcome.
+    fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError>;
 }

@@ -1,26 +1,28 @@
 //! The wasmtime engine, the compiled guest, and the clock that ends overlong calls.
 
 use std::fmt;
-use std::hash::{Hash as _, Hasher as StdHasher};
+use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use wasmtime::{
-    Config, Enabled, Engine, InstanceAllocationStrategy, InstancePre, Linker, Module,
-    PoolConcurrencyLimitError, PoolingAllocationConfig, Store,
-};
+use serde::{Deserialize, Serialize};
+use wasmtime::{Config, Engine, InstancePre, Linker, Module, Store};
 
-use super::cache::{Cache, CacheFolder};
+use super::bridge::{Dialogue, DialogueOutcome};
+use super::cache::CacheFolder;
+use super::compiled::{CompiledGuest, Progress};
 use super::error::SandboxError;
 use super::guest::Guest;
 use super::host::Host;
-use super::instance::Instance;
 use super::limits::Limits;
+use super::memory::{Creator, Image, Pagemap, Slot};
 use super::outcome::{ExecOutcome, ExecRequest};
+use super::pool::{Lease, Pool, Statistics};
+use super::saved::Snapshot;
 use super::session::Session;
-use super::{Sandbox, bridge, snapshot, wasi};
+use super::{Sandbox, bridge, wasi};
 
 /// How often running guests check their deadline. Waking 200 times a second costs nothing that
 /// can be measured; deadlines are seconds.
@@ -32,22 +34,10 @@ const MIB: usize = 1 << 20;
 pub(super) const WASM_STACK: usize = 4 * MIB;
 /// The stack guest calls run on: guest code, and the host functions it calls.
 pub(super) const ASYNC_STACK: usize = WASM_STACK + 2 * MIB;
-/// Dirty memory of an instance that is reset by copying rather than given back and faulted in
-/// again. A short program dirties 0.2–0.6 MiB.
-const KEEP_RESIDENT: usize = 4 * MIB;
 /// Reserved for each memory, so that no access needs a bounds check.
 const MEMORY_RESERVATION: u64 = 4 << 30;
-/// Room for the guest's function table, which has about 10 000 entries.
-const TABLE_ELEMENTS: usize = 60_000;
-/// A memory image must be mapped, never copied, however sparse it is.
-const DENSE_IMAGE: u64 = 1 << 30;
-
-/// The sources that shape a snapshot: part of the cache's key.
-const SNAPSHOT_SOURCES: [&str; 3] = [
-    include_str!("snapshot/mod.rs"),
-    include_str!("wasi.rs"),
-    include_str!("host.rs"),
-];
+/// Unmapped behind that, for constant offsets.
+const MEMORY_GUARD: usize = 32 * MIB;
 
 /// How to load a [`WasmRuntime`].
 #[derive(Debug, Clone)]
@@ -60,6 +50,24 @@ pub struct RuntimeOptions {
     ///
     /// Each reserves 4 GiB of address space, which costs nothing until used.
     pub max_instances: u32,
+    /// How an instance is made fresh for its next guest.
+    pub restore: Restore,
+    /// Compares all memory of an instance with the image after every so many restores; default
+    /// never. Each time takes some milliseconds.
+    pub audit_every: Option<NonZeroU32>,
+}
+
+/// How an instance is made fresh for its next guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restore {
+    /// Its memory is put back page by page, its stack pointer reset. Sound because these are all
+    /// the state a guest has, which is proved from the module's code before it is used.
+    #[default]
+    InPlace,
+    /// In addition all its memory is given back to the kernel, and a new WebAssembly instance is
+    /// made: some 100 µs slower, and independent of that proof.
+    Reinstantiate,
 }
 
 impl Default for RuntimeOptions {
@@ -68,44 +76,8 @@ impl Default for RuntimeOptions {
             guest: Guest::python(),
             cache: CacheFolder::User,
             max_instances: 1024,
-        }
-    }
-}
-
-/// What [`WasmRuntime::load`] is doing, when it does more than map a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Progress {
-    /// Another process prepares the same guest.
-    Waiting,
-    /// The interpreter is started and frozen.
-    Snapshotting,
-    /// The frozen interpreter is compiled.
-    Compiling,
-    /// The guest is ready.
-    Prepared {
-        /// How long that took.
-        elapsed: Duration,
-    },
-}
-
-impl fmt::Display for Progress {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Waiting => {
-                formatter.write_str("Waiting for another process to prepare the sandbox")
-            }
-            Self::Snapshotting => {
-                formatter.write_str("Preparing the Python sandbox (once, some seconds)")
-            }
-            Self::Compiling => formatter.write_str("Compiling the Python sandbox"),
-            Self::Prepared { elapsed } => {
-                write!(
-                    formatter,
-                    "Prepared the Python sandbox in {:.1} s",
-                    elapsed.as_secs_f64()
-                )
-            }
+            restore: Restore::default(),
+            audit_every: None,
         }
     }
 }
@@ -137,10 +109,9 @@ pub struct WasmRuntime {
 }
 
 struct Inner {
-    engine: Engine,
-    guest: InstancePre<Host>,
-    guest_memory: u64,
-    max_instances: u32,
+    // Instances go first.
+    pool: Pool,
+    prepared: Prepared,
     /// Dropped last: running guests need its ticks.
     _ticker: Ticker,
 }
@@ -149,9 +120,95 @@ impl fmt::Debug for Inner {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Inner")
-            .field("guest_memory", &self.guest_memory)
-            .field("max_instances", &self.max_instances)
+            .field("pool", &self.pool)
             .finish_non_exhaustive()
+    }
+}
+
+/// What instances are made of.
+pub(super) struct Prepared {
+    engine: Engine,
+    guest: InstancePre<Host>,
+    guest_id: blake3::Hash,
+    image: Arc<Image>,
+    /// Absent on kernels that cannot tell which pages were written, and where it is not wanted.
+    pagemap: Option<Arc<Pagemap>>,
+    restore: Restore,
+    audit_every: Option<NonZeroU32>,
+    restores: AtomicU32,
+}
+
+impl Prepared {
+    fn new(
+        engine: Engine,
+        compiled: CompiledGuest,
+        options: &RuntimeOptions,
+    ) -> Result<Self, SandboxError> {
+        let pagemap = match options.restore {
+            Restore::Reinstantiate => None,
+            Restore::InPlace => Pagemap::open()
+                .inspect_err(|error| {
+                    tracing::warn!(
+                        error = error as &dyn std::error::Error,
+                        "this kernel cannot tell which pages were written (Linux 6.7 can); \
+                         fresh steps take some 100 µs longer"
+                    );
+                })
+                .ok(),
+        };
+        Ok(Self {
+            guest: link(&engine, &compiled.module)?,
+            guest_id: compiled.id,
+            engine,
+            image: Arc::new(compiled.image),
+            pagemap: pagemap.map(Arc::new),
+            restore: options.restore,
+            audit_every: options.audit_every,
+            restores: AtomicU32::new(0),
+        })
+    }
+
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    pub(super) fn guest(&self) -> &InstancePre<Host> {
+        &self.guest
+    }
+
+    /// Returns the hash of the frozen guest: of its code and its memory.
+    pub(super) fn guest_id(&self) -> &blake3::Hash {
+        &self.guest_id
+    }
+
+    /// Returns the memory of a fresh guest, in bytes.
+    pub(super) fn image_size(&self) -> usize {
+        self.image.len()
+    }
+
+    pub(super) fn reinstantiates(&self) -> bool {
+        self.restore == Restore::Reinstantiate
+    }
+
+    /// Counts a restore, and returns whether it is to be audited.
+    pub(super) fn is_audited(&self) -> bool {
+        self.audit_every.is_some_and(|every| {
+            let restores = self
+                .restores
+                .fetch_add(1, Ordering::Relaxed)
+                .wrapping_add(1);
+            restores % every == 0
+        })
+    }
+
+    /// Makes address space for one instance.
+    pub(super) fn slot(&self) -> Result<Slot, SandboxError> {
+        Slot::new(&self.image, self.pagemap.as_ref(), MEMORY_GUARD).map_err(|source| {
+            SandboxError::Memory {
+                activity: "reserving memory for a guest",
+                source,
+            }
+        })
     }
 }
 
@@ -169,37 +226,13 @@ impl WasmRuntime {
         options: &RuntimeOptions,
         mut progress: impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
-        let engine = engine(options.max_instances)?;
-        let cache = options
-            .cache
-            .path()
-            .and_then(|folder| match Cache::open(folder) {
-                Ok(cache) => Some(cache),
-                Err(error) => {
-                    warn_of_cache(&error);
-                    None
-                }
-            });
-        let module = match cache {
-            Some(cache) => load_or_prepare(&engine, &options.guest, &cache, &mut progress)?,
-            None => prepare(&engine, &options.guest, &mut progress)?,
-        };
-        let guest_memory = module
-            .get_export("memory")
-            .and_then(|export| {
-                export
-                    .memory()
-                    .map(|memory| memory.minimum() * memory.page_size())
-            })
-            .ok_or(SandboxError::MissingExport { name: "memory" })?;
-        let guest = link(&engine, &module)?;
+        let engine = engine()?;
+        let guest = CompiledGuest::load(&engine, &options.guest, &options.cache, &mut progress)?;
         let ticker = Ticker::start(&engine)?;
         Ok(Self {
             inner: Arc::new(Inner {
-                engine,
-                guest,
-                guest_memory,
-                max_instances: options.max_instances,
+                pool: Pool::new(options.max_instances),
+                prepared: Prepared::new(engine, guest, options)?,
                 _ticker: ticker,
             }),
         })
@@ -216,7 +249,8 @@ impl WasmRuntime {
         request: &ExecRequest,
         limits: &Limits,
     ) -> Result<ExecOutcome, SandboxError> {
-        let mut instance = self.instance(limits)?;
+        // While others use all instances, wait: as long as the program itself might take.
+        let mut instance = Lease::new(self, limits, limits.deadline)?;
         if request.seed.is_some() {
             return instance.step(request);
         }
@@ -232,47 +266,67 @@ impl WasmRuntime {
     ///
     /// Returns an error if the limits are not usable or every instance is taken.
     pub fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {
-        self.instance(limits).map(Session::new)
+        self.instance(limits).map(Session::in_process)
     }
 
-    /// Makes a fresh guest instance.
+    /// Opens a live interpreter that goes on where a saved one was.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`SandboxError::OtherGuest`] if the snapshot was made with another guest, or an
+    /// error if the limits are not usable or every instance is taken.
+    pub fn resume(&self, snapshot: &Snapshot, limits: &Limits) -> Result<Session, SandboxError> {
+        let expected = self.prepared().guest_id();
+        if snapshot.guest != *expected {
+            return Err(SandboxError::OtherGuest {
+                found: snapshot.guest.to_hex().to_string(),
+                expected: expected.to_hex().to_string(),
+            });
+        }
+        Session::resumed(self.instance(limits)?, snapshot)
+    }
+
+    /// Takes a fresh guest instance.
     ///
     /// # Errors
     ///
     /// Returns an error if the limits are not usable or every instance is taken.
-    pub(crate) fn instance(&self, limits: &Limits) -> Result<Instance, SandboxError> {
-        Instance::new(self, limits)
+    pub(super) fn instance(&self, limits: &Limits) -> Result<Lease, SandboxError> {
+        Lease::new(self, limits, Duration::ZERO)
+    }
+
+    /// Returns what happened to the runtime's instances so far.
+    #[must_use]
+    pub fn statistics(&self) -> Statistics {
+        self.inner.pool.statistics()
     }
 
     /// Returns the memory a fresh guest has, in bytes: the least that a limit may be.
     #[must_use]
     pub fn guest_memory(&self) -> u64 {
-        self.inner.guest_memory
+        self.inner.prepared.image_size() as u64
     }
 
-    pub(super) fn engine(&self) -> &Engine {
-        &self.inner.engine
+    pub(super) fn pool(&self) -> &Pool {
+        &self.inner.pool
     }
 
-    pub(super) fn instantiate(
-        &self,
-        store: &mut Store<Host>,
-    ) -> Result<wasmtime::Instance, SandboxError> {
-        self.inner.guest.instantiate(store).map_err(|error| {
-            if error.is::<PoolConcurrencyLimitError>() {
-                SandboxError::PoolExhausted {
-                    limit: self.inner.max_instances,
-                }
-            } else {
-                SandboxError::engine("instantiating the guest")(error)
-            }
-        })
+    pub(super) fn prepared(&self) -> &Prepared {
+        &self.inner.prepared
     }
 }
 
 impl Sandbox for WasmRuntime {
     fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError> {
         Self::exec(self, request, limits)
+    }
+
+    fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {
+        Self::session(self, limits)
+    }
+
+    fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
+        bridge::converse(self, dialogue)
     }
 }
 
@@ -297,16 +351,7 @@ pub(super) fn link(engine: &Engine, module: &Module) -> Result<InstancePre<Host>
 }
 
 /// Makes the engine that guests run on.
-fn engine(max_instances: u32) -> Result<Engine, SandboxError> {
-    let mut pool = PoolingAllocationConfig::new();
-    pool.total_core_instances(max_instances)
-        .total_memories(max_instances)
-        .total_tables(max_instances)
-        .total_stacks(max_instances)
-        .table_elements(TABLE_ELEMENTS)
-        .linear_memory_keep_resident(KEEP_RESIDENT)
-        .table_keep_resident(MIB)
-        .pagemap_scan(Enabled::Auto);
+fn engine() -> Result<Engine, SandboxError> {
     let mut config = Config::new();
     config
         .consume_fuel(true)
@@ -314,111 +359,14 @@ fn engine(max_instances: u32) -> Result<Engine, SandboxError> {
         .max_wasm_stack(WASM_STACK)
         .async_stack_size(ASYNC_STACK)
         .memory_reservation(MEMORY_RESERVATION)
+        .memory_guard_size(MEMORY_GUARD as u64)
         .memory_may_move(false)
-        .memory_guaranteed_dense_image_size(DENSE_IMAGE)
+        .with_host_memory(Arc::new(Creator))
         .table_lazy_init(true)
         .wasm_backtrace_max_frames(None)
         .generate_address_map(false)
-        .native_unwind_info(false)
-        .allocation_strategy(InstanceAllocationStrategy::Pooling(pool));
-    Engine::new(&config).or_else(|error| {
-        // A limit on address space (`ulimit -v`) rules the pool out, not the sandbox.
-        tracing::warn!(
-            error = error.as_ref() as &dyn std::error::Error,
-            "no instance pool; every instance will be mapped anew"
-        );
-        config.allocation_strategy(InstanceAllocationStrategy::OnDemand);
-        Engine::new(&config).map_err(SandboxError::engine("setting up wasmtime"))
-    })
-}
-
-fn load_or_prepare(
-    engine: &Engine,
-    guest: &Guest,
-    cache: &Cache,
-    progress: &mut impl FnMut(Progress),
-) -> Result<Module, SandboxError> {
-    let key = cache_key(engine, guest);
-    let load = || match cache.load(&key) {
-        Ok(file) => file.map(|file| deserialize(engine, file)).transpose(),
-        Err(error) => {
-            warn_of_cache(&error);
-            Ok(None)
-        }
-    };
-    if let Some(module) = load()? {
-        return Ok(module);
-    }
-    let lock = cache.lock(&key, || progress(Progress::Waiting));
-    if lock.is_ok()
-        && let Some(module) = load()?
-    {
-        return Ok(module);
-    }
-    let module = prepare(engine, guest, progress)?;
-    let compiled = module
-        .serialize()
-        .map_err(SandboxError::engine("serialising the compiled guest"))?;
-    // Without a lock the work may have been done twice, but what is stored is the same.
-    if let Err(error) = cache.store(&key, &compiled) {
-        warn_of_cache(&error);
-    }
-    Ok(module)
-}
-
-fn warn_of_cache(error: &SandboxError) {
-    tracing::warn!(
-        error = error as &dyn std::error::Error,
-        "sandbox cache is unusable; the guest is prepared for this process only"
-    );
-}
-
-fn prepare(
-    engine: &Engine,
-    guest: &Guest,
-    progress: &mut impl FnMut(Progress),
-) -> Result<Module, SandboxError> {
-    let started = Instant::now();
-    progress(Progress::Snapshotting);
-    let snapshot = snapshot::snapshot(guest)?;
-    progress(Progress::Compiling);
-    let module =
-        Module::new(engine, snapshot).map_err(SandboxError::engine("compiling the guest"))?;
-    progress(Progress::Prepared {
-        elapsed: started.elapsed(),
-    });
-    Ok(module)
-}
-
-#[expect(unsafe_code, reason = "loading a precompiled guest")]
-fn deserialize(engine: &Engine, file: std::fs::File) -> Result<Module, SandboxError> {
-    // SAFETY: the file was written by `load_or_prepare` of this version for this engine (the cache's key
-    // says so), belongs to the current user, is writable by nobody else, and has the hash of what
-    // was written; `Cache::load` checked that on this very descriptor. Files in the cache are
-    // replaced by rename, never changed in place.
-    unsafe { Module::deserialize_open_file(engine, file) }
-        .map_err(SandboxError::engine("loading the compiled guest"))
-}
-
-/// Hashes everything that a compiled guest depends on.
-fn cache_key(engine: &Engine, guest: &Guest) -> blake3::Hash {
-    struct KeyHasher(blake3::Hasher);
-    impl StdHasher for KeyHasher {
-        fn write(&mut self, bytes: &[u8]) {
-            self.0.update(bytes);
-        }
-        fn finish(&self) -> u64 {
-            0 // unused: the key is the whole blake3 hash
-        }
-    }
-    let mut hasher = KeyHasher(blake3::Hasher::new());
-    env!("CARGO_PKG_VERSION").hash(&mut hasher);
-    SNAPSHOT_SOURCES.hash(&mut hasher);
-    guest.module().hash(&mut hasher);
-    guest.stdin().hash(&mut hasher);
-    // wasmtime's version, the target's CPU features and every setting that shapes the code.
-    engine.precompile_compatibility_hash().hash(&mut hasher);
-    hasher.0.finalize()
+        .native_unwind_info(false);
+    Engine::new(&config).map_err(SandboxError::engine("setting up wasmtime"))
 }
 
 /// The thread that advances the engine's epoch.

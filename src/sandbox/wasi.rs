@@ -223,7 +223,7 @@ fn add_time(linker: &mut Linker<Host>) -> Result<()> {
         |mut caller: Caller<'_, Host>, id: u32, _precision: u64, result: u32| {
             respond(&mut caller, |memory, host| {
                 known_clock(id)?;
-                let now = host.clock.read(id == CLOCK_REALTIME);
+                let now = host.carried.clock.read(id == CLOCK_REALTIME);
                 put(memory, result, &now.to_le_bytes())
             })
         },
@@ -243,7 +243,7 @@ fn add_time(linker: &mut Linker<Host>) -> Result<()> {
                     let timeout = u64_at(entry, 24);
                     let wait = if entry[40] & 1 == 1 {
                         let is_realtime = u32_at(entry, 16) == CLOCK_REALTIME;
-                        timeout.saturating_sub(host.clock.now(is_realtime))
+                        timeout.saturating_sub(host.carried.clock.now(is_realtime))
                     } else {
                         timeout
                     };
@@ -251,7 +251,7 @@ fn add_time(linker: &mut Linker<Host>) -> Result<()> {
                     first = Some(first.map_or(candidate, |best| best.min(candidate)));
                 }
                 let (wait, userdata) = first.ok_or(Errno::NotSupported)?;
-                host.clock.advance(wait);
+                host.carried.clock.advance(wait);
                 let mut event = [0_u8; 32];
                 event[..8].copy_from_slice(&userdata.to_le_bytes());
                 put(memory, events, &event)?;

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 use std::path::Path;
+use std::sync::Arc;
 
 use bytesize::ByteSize;
 use rstest::rstest;
@@ -49,7 +50,7 @@ fn grader() -> UnitTestGrader {
 }
 
 fn grader_with(limits: GradeLimits) -> UnitTestGrader {
-    UnitTestGrader::new(python().clone(), limits)
+    UnitTestGrader::new(Arc::new(python().clone()), limits)
 }
 
 /// Grades `code`, whose entry point is `f`, by `tests`.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
@@ -58,7 +59,10 @@ pub(in crate::cli) fn run(args: &GradeArgs, printer: &Printer) -> Outcome {
     let limits = args.limits.to_limits().map_err(Failure::usage)?;
     let tasks = TaskSet::open(&args.tasks, None, 0).map_err(Failure::usage)?;
     let submissions = read_submissions(&args.submissions, &tasks).map_err(Failure::usage)?;
-    let grader = UnitTestGrader::new(load_runtime(printer)?, GradeLimits::for_candidate(&limits));
+    let grader = UnitTestGrader::new(
+        Arc::new(load_runtime(printer)?),
+        GradeLimits::for_candidate(&limits),
+    );
     let (mut passed, mut faults) = (0, 0);
     for chunk in submissions.chunks(CHUNK) {
         let verdicts: Vec<Verdict> = chunk

@@ -4,6 +4,7 @@ pub(super) mod eval;
 pub(super) mod exec;
 pub(super) mod grade;
 pub(super) mod runtime;
+pub(super) mod sandbox_worker;
 mod setup;
 pub(super) mod sft;
 pub(super) mod train;

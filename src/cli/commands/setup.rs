@@ -163,7 +163,7 @@ pub(super) fn workbench(config: &RunConfig, policy: &Policy, runtime: WasmRuntim
         deadline: config.sandbox.grade_deadline,
         ..Limits::default()
     });
-    let grader = UnitTestGrader::new(runtime.clone(), limits);
+    let grader = UnitTestGrader::new(Arc::new(runtime.clone()), limits);
     Workbench::new(config, policy, Arc::new(runtime), Arc::new(grader))
 }
 

@@ -1,15 +1,16 @@
-//! Starts a guest once and freezes it: module in, pre-initialised module out.
+//! Starts a guest once and freezes it: module in, code and memory image out.
 //!
 //! The guest's start-up code runs on the same host functions as later programs, with the clock
 //! and randomness of seed 0, so the same inputs give the same snapshot bit for bit.
 //!
 //! What is frozen is linear memory and `__stack_pointer`. [`check`] proves from the module's code
-//! that this is all the state it has.
+//! that this is all the state it has. The frozen module has no data: whoever instantiates it
+//! provides the memory with the image in it.
 
 use bytesize::ByteSize;
+use wasm_encoder::reencode::{Reencode as _, RoundtripReencoder};
 use wasmparser::{ExternalKind, Operator, Parser, Payload, TypeRef, ValType};
-use wasmtime::{Config, Engine, Instance, Module, OptLevel, RegallocAlgorithm, Store, Val};
-use wasmtime_wizer::{InstanceState, SnapshotVal, Wizer};
+use wasmtime::{Config, Engine, Module, OptLevel, RegallocAlgorithm, Store};
 
 use super::error::SandboxError;
 use super::guest::Guest;
@@ -19,25 +20,28 @@ use super::limits::Limits;
 use super::runtime::{ASYNC_STACK, WASM_STACK, link};
 
 /// The one mutable global a guest may have.
-const STACK_POINTER: &str = "__stack_pointer";
+pub(super) const STACK_POINTER: &str = "__stack_pointer";
 /// How much of a failed start's output goes into the error.
 const OUTPUT_SHOWN: usize = 2000;
 
-/// Runs the guest's start-up code and returns the module as it is afterwards.
+/// A started guest at rest.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Frozen {
+    /// The module, less its data, with a memory of the image's size.
+    pub(super) code: Vec<u8>,
+    /// All of linear memory.
+    pub(super) image: Vec<u8>,
+}
+
+/// Runs the guest's start-up code and returns what it is afterwards.
 ///
 /// # Errors
 ///
 /// Returns an error if the module is damaged, has state that a snapshot would miss, or fails to
 /// start.
-pub(super) fn snapshot(guest: &Guest) -> Result<Vec<u8>, SandboxError> {
+pub(super) fn snapshot(guest: &Guest) -> Result<Frozen, SandboxError> {
     let wasm = guest.wasm()?;
     check(&wasm)?;
-    let mut wizer = Wizer::new();
-    wizer.init_func("init");
-    let (context, instrumented) = wizer.instrument(&wasm).map_err(SandboxError::engine(
-        "instrumenting the guest for its snapshot",
-    ))?;
-
     // This code runs once, for a second: compile it fast.
     let mut config = Config::new();
     config
@@ -47,7 +51,7 @@ pub(super) fn snapshot(guest: &Guest) -> Result<Vec<u8>, SandboxError> {
         .async_stack_size(ASYNC_STACK);
     let engine =
         Engine::new(&config).map_err(SandboxError::engine("setting up the snapshot engine"))?;
-    let module = Module::new(&engine, &instrumented)
+    let module = Module::new(&engine, &wasm)
         .map_err(SandboxError::engine("compiling the guest for its snapshot"))?;
     let limits = Limits {
         memory: ByteSize::gib(1),
@@ -74,9 +78,69 @@ pub(super) fn snapshot(guest: &Guest) -> Result<Vec<u8>, SandboxError> {
             });
         }
     }
-    let mut state = State { store, instance };
-    on_own_stack(wizer.snapshot(&context, &mut state))
-        .map_err(SandboxError::engine("writing the guest's snapshot"))
+    let memory = instance
+        .get_memory(&mut store, "memory")
+        .ok_or(SandboxError::MissingExport { name: "memory" })?;
+    let stack_pointer = instance
+        .get_global(&mut store, STACK_POINTER)
+        .and_then(|global| global.get(&mut store).i32())
+        .ok_or(SandboxError::MissingExport {
+            name: STACK_POINTER,
+        })?;
+    let image = memory.data(&store).to_vec();
+    Ok(Frozen {
+        code: without_data(&wasm, memory.size(&store), stack_pointer)?,
+        image,
+    })
+}
+
+/// Returns the module without data, with a memory of `pages` and a new initial `__stack_pointer`.
+fn without_data(wasm: &[u8], pages: u64, stack_pointer: i32) -> Result<Vec<u8>, SandboxError> {
+    let malformed = |error: wasm_encoder::reencode::Error| SandboxError::UnsoundGuest {
+        reason: format!("malformed: {error}"),
+    };
+    let mut encoder = RoundtripReencoder;
+    let mut module = wasm_encoder::Module::new();
+    for payload in Parser::new(0).parse_all(wasm) {
+        match payload.map_err(|error| malformed(error.into()))? {
+            Payload::MemorySection(section) => {
+                let mut memories = wasm_encoder::MemorySection::new();
+                for memory in section {
+                    let mut memory = encoder
+                        .memory_type(memory.map_err(|error| malformed(error.into()))?)
+                        .map_err(malformed)?;
+                    memory.minimum = pages;
+                    memories.memory(memory);
+                }
+                module.section(&memories);
+            }
+            Payload::GlobalSection(section) => {
+                let mut globals = wasm_encoder::GlobalSection::new();
+                for global in section {
+                    let global = global.map_err(|error| malformed(error.into()))?;
+                    let kind = encoder.global_type(global.ty).map_err(malformed)?;
+                    let initial = if kind.mutable {
+                        // `check` found that this is the only one.
+                        wasm_encoder::ConstExpr::i32_const(stack_pointer)
+                    } else {
+                        encoder.const_expr(global.init_expr).map_err(malformed)?
+                    };
+                    globals.global(kind, &initial);
+                }
+                module.section(&globals);
+            }
+            Payload::DataSection(_) | Payload::DataCountSection { .. } => {}
+            // Names and the like.
+            Payload::CustomSection(_) => {}
+            payload => {
+                if let Some((id, range)) = payload.as_section() {
+                    let data = &wasm[range];
+                    module.section(&wasm_encoder::RawSection { id, data });
+                }
+            }
+        }
+    }
+    Ok(module.finish())
 }
 
 /// Checks that linear memory and `__stack_pointer` are all the state the module has.
@@ -119,6 +183,9 @@ fn check(wasm: &[u8]) -> Result<(), SandboxError> {
                         stack_pointer = Some((export.index, ValType::I32));
                     }
                 }
+            }
+            Payload::StartSection { .. } => {
+                return Err(unsound("it has a start function".to_owned()));
             }
             Payload::CodeSectionEntry(body) => {
                 let mut operators = body.get_operators_reader().map_err(malformed)?;
@@ -166,27 +233,6 @@ fn printed(host: &mut Host) -> String {
     bytes.extend(host.stderr.take().0);
     let shown = bytes.len().saturating_sub(OUTPUT_SHOWN);
     String::from_utf8_lossy(&bytes[shown..]).trim().to_owned()
-}
-
-/// A started guest, as Wizer reads it.
-struct State {
-    store: Store<Host>,
-    instance: Instance,
-}
-
-impl InstanceState for State {
-    async fn global_get(&mut self, name: &str, _type_hint: ValType) -> SnapshotVal {
-        let global = self.instance.get_global(&mut self.store, name);
-        match global.expect("Wizer exported it").get(&mut self.store) {
-            Val::I32(value) => SnapshotVal::I32(value),
-            other => unreachable!("`check` admits one i32 global, found {other:?}"),
-        }
-    }
-
-    async fn memory_contents(&mut self, name: &str, contents: impl FnOnce(&[u8]) + Send) {
-        let memory = self.instance.get_memory(&mut self.store, name);
-        contents(memory.expect("Wizer exported it").data(&self.store));
-    }
 }
 
 #[cfg(test)]

@@ -31,7 +31,12 @@ fn equal_inputs_give_equal_snapshots() {
 #[test]
 fn what_start_up_wrote_is_in_the_snapshot() {
     let snapshot = snapshot(&guest(GUEST, "needle42")).unwrap();
-    assert!(snapshot.windows(8).any(|window| window == b"needle42"));
+    assert!(
+        snapshot
+            .image
+            .windows(8)
+            .any(|window| window == b"needle42")
+    );
 }
 
 #[test]

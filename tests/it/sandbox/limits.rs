@@ -96,6 +96,7 @@ fn runtime() -> &'static WasmRuntime {
             guest: guest(),
             cache: CacheFolder::Disabled,
             max_instances: 4,
+            ..RuntimeOptions::default()
         };
         WasmRuntime::load(&options, |_| {}).unwrap()
     })
@@ -294,6 +295,7 @@ fn a_full_pool_is_our_error_and_passes() {
         guest: guest(),
         cache: CacheFolder::Disabled,
         max_instances: 2,
+        ..RuntimeOptions::default()
     };
     let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
     let sessions: Vec<_> = (0..2)
@@ -346,6 +348,7 @@ fn a_guest_without_its_interface_is_our_error() {
         guest: Guest::new(wat::parse_str(wat).unwrap(), Vec::new()),
         cache: CacheFolder::Disabled,
         max_instances: 1,
+        ..RuntimeOptions::default()
     };
     let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
     let error = runtime.session(&Limits::default()).unwrap_err();
@@ -362,6 +365,7 @@ fn a_second_load_comes_from_the_cache() {
         guest: guest(),
         cache: CacheFolder::At(folder.path().join("cache")),
         max_instances: 1,
+        ..RuntimeOptions::default()
     };
     let load = || {
         let mut steps = Vec::new();
@@ -394,6 +398,7 @@ fn loads_at_the_same_time_do_the_work_once() {
         guest: guest(),
         cache: CacheFolder::At(folder.path().join("cache")),
         max_instances: 1,
+        ..RuntimeOptions::default()
     };
     let prepared: usize = std::thread::scope(|scope| {
         let load = || {
@@ -422,6 +427,7 @@ fn an_unusable_cache_is_done_without() {
         guest: guest(),
         cache: CacheFolder::At(occupied.join("cache")),
         max_instances: 1,
+        ..RuntimeOptions::default()
     };
     let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
     assert!(

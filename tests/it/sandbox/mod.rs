@@ -8,6 +8,9 @@
 
 mod limits;
 mod python;
+mod restore;
+mod sessions;
+mod workers;
 
 use std::sync::OnceLock;
 

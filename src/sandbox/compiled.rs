@@ -1,0 +1,219 @@
+//! A guest made ready to instantiate: started, frozen and compiled once, then kept on disk.
+
+use std::fmt;
+use std::hash::{Hash as _, Hasher as StdHasher};
+use std::io;
+use std::time::{Duration, Instant};
+
+use wasmtime::{Engine, Module};
+
+use super::cache::{Cache, CacheFolder, Stored};
+use super::error::SandboxError;
+use super::guest::Guest;
+use super::memory::Image;
+use super::snapshot;
+
+/// The sources that shape a snapshot: part of the cache's key.
+const SNAPSHOT_SOURCES: [&str; 3] = [
+    include_str!("snapshot/mod.rs"),
+    include_str!("wasi.rs"),
+    include_str!("host.rs"),
+];
+
+/// What [`WasmRuntime::load`](super::WasmRuntime::load) is doing, when it does more than map
+/// files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// Another process prepares the same guest.
+    Waiting,
+    /// The interpreter is started and frozen.
+    Snapshotting,
+    /// The frozen interpreter is compiled.
+    Compiling,
+    /// The guest is ready.
+    Prepared {
+        /// How long that took.
+        elapsed: Duration,
+    },
+}
+
+impl fmt::Display for Progress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Waiting => {
+                formatter.write_str("Waiting for another process to prepare the sandbox")
+            }
+            Self::Snapshotting => {
+                formatter.write_str("Preparing the Python sandbox (once, some seconds)")
+            }
+            Self::Compiling => formatter.write_str("Compiling the Python sandbox"),
+            Self::Prepared { elapsed } => {
+                write!(
+                    formatter,
+                    "Prepared the Python sandbox in {:.1} s",
+                    elapsed.as_secs_f64()
+                )
+            }
+        }
+    }
+}
+
+/// A frozen guest, compiled for one engine.
+pub(super) struct CompiledGuest {
+    /// Hash of the frozen guest, which does not depend on the machine.
+    pub(super) id: blake3::Hash,
+    pub(super) module: Module,
+    pub(super) image: Image,
+}
+
+impl CompiledGuest {
+    /// Loads the guest from the cache, or prepares it and keeps it there.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the guest is damaged, unsound or fails to start. A cache that cannot be
+    /// used is only warned of.
+    pub(super) fn load(
+        engine: &Engine,
+        guest: &Guest,
+        folder: &CacheFolder,
+        progress: &mut impl FnMut(Progress),
+    ) -> Result<Self, SandboxError> {
+        match folder.path().map(Cache::open) {
+            Some(Ok(cache)) => Self::load_or_prepare(engine, guest, &cache, progress),
+            Some(Err(error)) => {
+                warn_of_cache(&error);
+                Self::prepare(engine, guest, progress)?.into_loaded()
+            }
+            None => Self::prepare(engine, guest, progress)?.into_loaded(),
+        }
+    }
+
+    fn load_or_prepare(
+        engine: &Engine,
+        guest: &Guest,
+        cache: &Cache,
+        progress: &mut impl FnMut(Progress),
+    ) -> Result<Self, SandboxError> {
+        let key = cache_key(engine, guest);
+        let load = || match cache.load(&key) {
+            Ok(stored) => stored
+                .map(|stored| Self::from_cache(engine, stored))
+                .transpose(),
+            Err(error) => {
+                warn_of_cache(&error);
+                Ok(None)
+            }
+        };
+        if let Some(loaded) = load()? {
+            return Ok(loaded);
+        }
+        let lock = cache.lock(&key, || progress(Progress::Waiting));
+        if lock.is_ok()
+            && let Some(loaded) = load()?
+        {
+            return Ok(loaded);
+        }
+        let prepared = Self::prepare(engine, guest, progress)?;
+        let code = prepared
+            .module
+            .serialize()
+            .map_err(SandboxError::engine("serialising the compiled guest"))?;
+        // Without a lock the work may have been done twice, but what is stored is the same.
+        if let Err(error) = cache.store(&key, &prepared.id, &code, &prepared.image) {
+            warn_of_cache(&error);
+        }
+        prepared.into_loaded()
+    }
+
+    fn prepare(
+        engine: &Engine,
+        guest: &Guest,
+        progress: &mut impl FnMut(Progress),
+    ) -> Result<Prepared, SandboxError> {
+        let started = Instant::now();
+        progress(Progress::Snapshotting);
+        let frozen = snapshot::snapshot(guest)?;
+        let mut id = blake3::Hasher::new();
+        id.update(&frozen.code).update(&frozen.image);
+        progress(Progress::Compiling);
+        let module = Module::new(engine, frozen.code)
+            .map_err(SandboxError::engine("compiling the guest"))?;
+        progress(Progress::Prepared {
+            elapsed: started.elapsed(),
+        });
+        Ok(Prepared {
+            id: id.finalize(),
+            module,
+            image: frozen.image,
+        })
+    }
+
+    #[expect(unsafe_code, reason = "loading a precompiled guest")]
+    fn from_cache(engine: &Engine, stored: Stored) -> Result<Self, SandboxError> {
+        // SAFETY: the file was written by `load_or_prepare` of this version for this engine (the
+        // cache's key says so), belongs to the current user, is writable by nobody else, and has
+        // the hash of what was written; `Cache::load` checked that on this very descriptor. Files
+        // in the cache are replaced by rename, never changed in place.
+        let module = unsafe { Module::deserialize_open_file(engine, stored.code) }
+            .map_err(SandboxError::engine("loading the compiled guest"))?;
+        Ok(Self {
+            id: stored.id,
+            module,
+            image: Image::map(stored.image).map_err(image_error)?,
+        })
+    }
+}
+
+/// A guest prepared in this process, its memory not yet where slots can map it.
+struct Prepared {
+    id: blake3::Hash,
+    module: Module,
+    image: Vec<u8>,
+}
+
+impl Prepared {
+    fn into_loaded(self) -> Result<CompiledGuest, SandboxError> {
+        Ok(CompiledGuest {
+            id: self.id,
+            module: self.module,
+            image: Image::new(&self.image).map_err(image_error)?,
+        })
+    }
+}
+
+fn image_error(source: io::Error) -> SandboxError {
+    SandboxError::Memory {
+        activity: "mapping the guest's memory image",
+        source,
+    }
+}
+
+fn warn_of_cache(error: &SandboxError) {
+    tracing::warn!(
+        error = error as &dyn std::error::Error,
+        "sandbox cache is unusable; the guest is prepared for this process only"
+    );
+}
+
+/// Hashes everything that a compiled guest depends on.
+fn cache_key(engine: &Engine, guest: &Guest) -> blake3::Hash {
+    struct KeyHasher(blake3::Hasher);
+    impl StdHasher for KeyHasher {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.update(bytes);
+        }
+        fn finish(&self) -> u64 {
+            0 // unused: the key is the whole blake3 hash
+        }
+    }
+    let mut hasher = KeyHasher(blake3::Hasher::new());
+    env!("CARGO_PKG_VERSION").hash(&mut hasher);
+    SNAPSHOT_SOURCES.hash(&mut hasher);
+    guest.module().hash(&mut hasher);
+    guest.stdin().hash(&mut hasher);
+    // wasmtime's version, the target's CPU features and every setting that shapes the code.
+    engine.precompile_compatibility_hash().hash(&mut hasher);
+    hasher.0.finalize()
+}

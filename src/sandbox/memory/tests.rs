@@ -1,0 +1,150 @@
+use std::sync::Arc;
+
+use wasmtime::{Config, Engine, Instance, Memory, Module, Store};
+
+use super::*;
+
+const GUARD: usize = 32 << 20;
+/// The image of the tests: four Wasm pages that count.
+const SIZE: usize = 4 * WASM_PAGE;
+
+fn image() -> Arc<Image> {
+    let content: Vec<u8> = (0..SIZE / PAGE)
+        .flat_map(|page| [u8::try_from(page).unwrap(); PAGE])
+        .collect();
+    Arc::new(Image::new(&content).unwrap())
+}
+
+/// A guest over a slot, as `Instance` owns it.
+struct Guest {
+    store: Store<()>,
+    memory: Memory,
+    slot: Slot,
+}
+
+impl Guest {
+    fn new(pagemap: Option<&Arc<Pagemap>>) -> Self {
+        let mut config = Config::new();
+        config
+            .memory_reservation(4 << 30)
+            .memory_guard_size(GUARD as u64)
+            .memory_may_move(false)
+            .with_host_memory(Arc::new(Creator));
+        let engine = Engine::new(&config).unwrap();
+        let module = Module::new(&engine, r#"(module (memory (export "memory") 4))"#).unwrap();
+        let slot = Slot::new(&image(), pagemap, GUARD).unwrap();
+        let mut store = Store::new(&engine, ());
+        let instance = slot
+            .hand_over(|| Instance::new(&mut store, &module, &[]))
+            .unwrap();
+        let memory = instance.get_memory(&mut store, "memory").unwrap();
+        Self {
+            store,
+            memory,
+            slot,
+        }
+    }
+
+    fn write(&mut self, page: usize, byte: u8) {
+        self.memory.data_mut(&mut self.store)[page * PAGE + 7] = byte;
+    }
+
+    #[expect(unsafe_code, reason = "the store is at rest")]
+    fn restore(&mut self) {
+        let size = self.memory.data_size(&self.store);
+        // SAFETY: the store is at rest and borrowed.
+        unsafe { self.slot.restore(size) }.unwrap();
+    }
+
+    #[expect(unsafe_code, reason = "the store is at rest")]
+    fn is_restored(&mut self) -> bool {
+        // SAFETY: the store is at rest and borrowed.
+        unsafe { self.slot.is_restored() }.unwrap()
+    }
+
+    #[expect(unsafe_code, reason = "the store is at rest")]
+    fn changed(&self) -> Vec<usize> {
+        let size = self.memory.data_size(&self.store);
+        // SAFETY: the store is at rest and borrowed.
+        let changed = unsafe { self.slot.changed(size) }.unwrap();
+        changed.pages().map(|(page, _)| page).collect()
+    }
+}
+
+/// With and without the kernel's help, where it gives any.
+fn pagemaps() -> Vec<Option<Arc<Pagemap>>> {
+    let scanned = Pagemap::open().ok().map(Arc::new);
+    if scanned.is_none() {
+        println!("skipped in part: this kernel has no PAGEMAP_SCAN");
+    }
+    [scanned.map(Some), Some(None)]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+#[test]
+fn a_guest_starts_from_the_image() {
+    let guest = Guest::new(None);
+    assert_eq!(guest.memory.data(&guest.store), image().bytes());
+}
+
+#[test]
+fn what_was_written_is_restored() {
+    for pagemap in pagemaps() {
+        let mut guest = Guest::new(pagemap.as_ref());
+        // Many rounds, so that pages become kept, are looked at, and are given back.
+        for round in 0..100 {
+            guest.write(3, 0xff);
+            guest.write(round % 50, 0xee);
+            assert!(!guest.is_restored(), "the comparison sees it");
+            guest.restore();
+            assert!(guest.is_restored(), "round {round}");
+        }
+    }
+}
+
+#[test]
+fn pages_written_often_are_kept_and_others_given_back() {
+    let Some(pagemap) = Pagemap::open().ok().map(Arc::new) else {
+        return;
+    };
+    let mut guest = Guest::new(Some(&pagemap));
+    for page in 10..20 {
+        guest.write(page, 1);
+    }
+    guest.restore();
+    let kept = |guest: &Guest| {
+        let mut runs = Vec::new();
+        let start = guest.memory.data_ptr(&guest.store).addr();
+        pagemap
+            .private_pages(start..start + SIZE, &mut runs)
+            .unwrap();
+        runs.iter().map(|run| run.len() / PAGE).sum::<usize>()
+    };
+    assert_eq!(kept(&guest), 10, "a page is kept when it was written");
+    for _ in 0..100 {
+        guest.write(10, 1);
+        guest.restore();
+    }
+    assert_eq!(kept(&guest), 1, "nine were given back");
+}
+
+#[test]
+fn changed_pages_are_found() {
+    for pagemap in pagemaps() {
+        let mut guest = Guest::new(pagemap.as_ref());
+        guest.write(3, 0xff);
+        guest.write(40, 0xff);
+        guest.write(41, 41); // what is there already
+        guest.memory.grow(&mut guest.store, 1).unwrap();
+        guest.write(SIZE / PAGE + 2, 9);
+        assert_eq!(guest.changed(), [3, 40, SIZE / PAGE + 2]);
+    }
+}
+
+#[test]
+fn an_image_has_whole_wasm_pages() {
+    Image::new(&[0; PAGE]).expect_err("a part of one");
+    Image::new(&[]).expect_err("none");
+}

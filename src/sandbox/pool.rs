@@ -1,0 +1,195 @@
+//! Instances that wait for their next guest.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::error::SandboxError;
+use super::instance::Instance;
+use super::limits::Limits;
+use super::runtime::WasmRuntime;
+
+/// Restored instances that are kept; more are dropped when they come back.
+const MAX_IDLE: usize = 128;
+
+/// Counts the instances in use and keeps idle ones.
+#[derive(Debug)]
+pub(super) struct Pool {
+    limit: u32,
+    state: Mutex<State>,
+    returned: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Fresh instances. The last one is the warmest in the processor's caches.
+    idle: Vec<Instance>,
+    in_use: u32,
+    restored: u64,
+    failed: u64,
+}
+
+/// What happened to a runtime's instances.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Statistics {
+    /// Instances that are running a program or belong to a session or a grading.
+    pub in_use: u32,
+    /// Fresh instances that wait for their next guest.
+    pub idle: usize,
+    /// Times an instance was made fresh again.
+    pub restored: u64,
+    /// Instances that could not be made or made fresh, or did not pass the audit; anything but 0
+    /// is a fault of the sandbox or of the machine.
+    pub failed: u64,
+}
+
+impl Pool {
+    pub(super) fn new(limit: u32) -> Self {
+        Self {
+            limit,
+            state: Mutex::default(),
+            returned: Condvar::new(),
+        }
+    }
+
+    /// Takes an idle instance, or `None` if a new one may be made.
+    ///
+    /// While all are in use, waits for one for as long as `patience`.
+    fn take(&self, patience: Duration) -> Result<Option<Instance>, SandboxError> {
+        let mut state = self.state();
+        let started = Instant::now();
+        while state.in_use >= self.limit {
+            let left = patience.saturating_sub(started.elapsed());
+            if left.is_zero() {
+                return Err(SandboxError::PoolExhausted { limit: self.limit });
+            }
+            let waited = self.returned.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.in_use += 1;
+        Ok(state.idle.pop())
+    }
+
+    /// Takes back a fresh instance.
+    fn give_back(&self, instance: Instance) {
+        let mut state = self.state();
+        state.in_use -= 1;
+        state.restored += 1;
+        let surplus = if state.idle.len() < MAX_IDLE {
+            state.idle.push(instance);
+            None
+        } else {
+            Some(instance)
+        };
+        drop(state);
+        drop(surplus); // unmaps memory, which need not hold up others
+        self.returned.notify_one();
+    }
+
+    /// Takes back the right to an instance that could not be made, or not be restored.
+    fn give_up(&self) {
+        let mut state = self.state();
+        state.in_use -= 1;
+        state.failed += 1;
+        drop(state);
+        self.returned.notify_one();
+    }
+
+    pub(super) fn statistics(&self) -> Statistics {
+        let state = self.state();
+        Statistics {
+            in_use: state.in_use,
+            idle: state.idle.len(),
+            restored: state.restored,
+            failed: state.failed,
+        }
+    }
+
+    /// The state is sound after any panic: each change to it is a single one.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An instance in use: the only handle to it. Dropped, it is restored for the next guest.
+#[derive(Debug)]
+pub(super) struct Lease {
+    /// `None` only while it is dropped.
+    instance: Option<Instance>,
+    runtime: WasmRuntime,
+}
+
+impl Lease {
+    /// Takes an instance, waiting for up to `patience` while all are in use.
+    pub(super) fn new(
+        runtime: &WasmRuntime,
+        limits: &Limits,
+        patience: Duration,
+    ) -> Result<Self, SandboxError> {
+        limits.validate()?;
+        let minimum = runtime.guest_memory();
+        if limits.memory.0 < minimum {
+            return Err(SandboxError::MemoryLimitTooSmall {
+                limit: limits.memory.0,
+                minimum,
+            });
+        }
+        let idle = runtime.pool().take(patience)?;
+        // From here on a failure gives the right to an instance back.
+        let mut lease = Self {
+            instance: idle,
+            runtime: runtime.clone(),
+        };
+        if lease.instance.is_none() {
+            lease.instance = Some(Instance::new(runtime.prepared())?);
+        }
+        lease.begin(limits)?;
+        Ok(lease)
+    }
+
+    /// Takes another instance with the same limits.
+    pub(super) fn sibling(&self) -> Result<Self, SandboxError> {
+        Self::new(&self.runtime, self.limits(), Duration::ZERO)
+    }
+
+    /// Returns what tells this guest from others.
+    pub(super) fn guest_id(&self) -> &blake3::Hash {
+        self.runtime.prepared().guest_id()
+    }
+}
+
+impl Deref for Lease {
+    type Target = Instance;
+
+    fn deref(&self) -> &Instance {
+        self.instance.as_ref().expect("taken by `drop` only")
+    }
+}
+
+impl DerefMut for Lease {
+    fn deref_mut(&mut self) -> &mut Instance {
+        self.instance.as_mut().expect("taken by `drop` only")
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let pool = self.runtime.pool();
+        let Some(mut instance) = self.instance.take() else {
+            pool.give_up(); // it could not be made
+            return;
+        };
+        match instance.restore(self.runtime.prepared()) {
+            Ok(()) => pool.give_back(instance),
+            Err(error) => {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "a guest's memory was not restored; the instance is thrown away"
+                );
+                drop(instance);
+                pool.give_up();
+            }
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! What a worker process is asked and answers, and how that crosses a socket.
+//!
+//! A frame is, little-endian: length of the head (u32), number of blobs (u32), length of each blob
+//! (u64); then the head, in JSON, and the blobs. Text and numbers go into the head; what must
+//! arrive byte by byte, or is large, into blobs.
+
+use std::io::{self, Read, Write};
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::sandbox::{
+    CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Restore, SandboxError,
+    Usage,
+};
+
+/// A head holds a program, or what is said about one.
+const MAX_HEAD: u64 = 128 << 20;
+/// A blob holds output, or a session's memory.
+const MAX_BLOB: u64 = 5 << 30;
+/// `Dialogue` has three, an outcome two.
+const MAX_BLOBS: u32 = 4;
+
+/// A message with its blobs.
+#[derive(Debug)]
+pub(super) struct Frame<T> {
+    pub(super) head: T,
+    pub(super) blobs: Vec<Vec<u8>>,
+}
+
+impl<T: Serialize> Frame<T> {
+    pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        let head = serde_json::to_vec(&self.head)?;
+        let length = u32::try_from(head.len()).map_err(io::Error::other)?;
+        let count = u32::try_from(self.blobs.len()).map_err(io::Error::other)?;
+        let mut bytes = Vec::with_capacity(head.len() + 64);
+        bytes.extend_from_slice(&length.to_le_bytes());
+        bytes.extend_from_slice(&count.to_le_bytes());
+        for blob in &self.blobs {
+            bytes.extend_from_slice(&(blob.len() as u64).to_le_bytes());
+        }
+        bytes.extend_from_slice(&head);
+        for blob in &self.blobs {
+            bytes.extend_from_slice(blob);
+        }
+        to.write_all(&bytes)
+    }
+}
+
+impl<T: DeserializeOwned> Frame<T> {
+    /// Reads a frame. Memory is taken as bytes arrive, not as lengths claim.
+    pub(super) fn read(from: &mut impl Read) -> io::Result<Self> {
+        let length = u64::from(u32::from_le_bytes(array(from)?));
+        let count = u32::from_le_bytes(array(from)?);
+        if length > MAX_HEAD || count > MAX_BLOBS {
+            return Err(invalid("a frame is too large"));
+        }
+        let lengths = (0..count)
+            .map(|_| array(from).map(u64::from_le_bytes))
+            .collect::<io::Result<Vec<_>>>()?;
+        if lengths.iter().any(|&length| length > MAX_BLOB) {
+            return Err(invalid("a blob is too large"));
+        }
+        Ok(Self {
+            head: serde_json::from_slice(&exactly(from, length)?)?,
+            blobs: lengths
+                .into_iter()
+                .map(|length| exactly(from, length))
+                .collect::<io::Result<_>>()?,
+        })
+    }
+}
+
+fn array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    from.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn exactly(from: &mut impl Read, length: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    from.take(length).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 == length {
+        Ok(bytes)
+    } else {
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+}
+
+fn invalid(message: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, message)
+}
+
+/// The first message to a worker: which runtime to load. Blobs: the guest's input, and its module
+/// unless it is the embedded one.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) cache: Option<PathBuf>,
+    pub(super) max_instances: u32,
+    pub(super) restore: Restore,
+    pub(super) audit_every: Option<NonZeroU32>,
+}
+
+impl Hello {
+    pub(super) fn cache_folder(&self) -> CacheFolder {
+        match &self.cache {
+            Some(path) => CacheFolder::At(path.clone()),
+            None => CacheFolder::Disabled,
+        }
+    }
+}
+
+/// A question to a worker. Sessions have numbers that the asking process chooses.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Call {
+    Exec {
+        request: ExecRequest,
+        limits: Limits,
+    },
+    /// Blobs: the callee's message, what to proceed on, the caller's message.
+    Converse {
+        callee: Limits,
+        caller: Limits,
+    },
+    Open {
+        session: u64,
+        limits: Limits,
+    },
+    Step {
+        session: u64,
+        request: ExecRequest,
+    },
+    Fork {
+        session: u64,
+        children: Vec<u64>,
+    },
+    Snapshot {
+        session: u64,
+    },
+    /// Blob: the snapshot.
+    Resume {
+        session: u64,
+        limits: Limits,
+    },
+    Close {
+        session: u64,
+    },
+}
+
+/// A worker's answer.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Answer {
+    Done,
+    /// Blobs: standard output and standard error.
+    Outcome {
+        exit: Exit,
+        /// Whether the session ended with it.
+        is_last: bool,
+        stdout_truncated: bool,
+        stderr_truncated: bool,
+        usage: Usage,
+    },
+    Dialogue(Box<DialogueOutcome>),
+    /// Blob: the snapshot.
+    Snapshot,
+    Fault(Fault),
+}
+
+impl Answer {
+    pub(super) fn outcome(outcome: ExecOutcome, is_last: bool) -> Frame<Self> {
+        Frame {
+            head: Self::Outcome {
+                exit: outcome.exit,
+                is_last,
+                stdout_truncated: outcome.stdout_truncated,
+                stderr_truncated: outcome.stderr_truncated,
+                usage: outcome.usage,
+            },
+            blobs: vec![outcome.stdout, outcome.stderr],
+        }
+    }
+}
+
+/// A [`SandboxError`] of a worker: those that a caller may act on, and the text of all others.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Fault {
+    MemoryLimitTooSmall { limit: u64, minimum: u64 },
+    PoolExhausted { limit: u32 },
+    RequestTooLarge { size: usize, limit: usize },
+    SessionEnded { exit: Exit },
+    OtherGuest { found: String, expected: String },
+    Other { message: String },
+}
+
+impl From<SandboxError> for Fault {
+    fn from(error: SandboxError) -> Self {
+        match error {
+            SandboxError::MemoryLimitTooSmall { limit, minimum } => {
+                Self::MemoryLimitTooSmall { limit, minimum }
+            }
+            SandboxError::PoolExhausted { limit } => Self::PoolExhausted { limit },
+            SandboxError::RequestTooLarge { size, limit } => Self::RequestTooLarge { size, limit },
+            SandboxError::SessionEnded { exit } => Self::SessionEnded { exit },
+            SandboxError::OtherGuest { found, expected } => Self::OtherGuest { found, expected },
+            error => {
+                let mut message = error.to_string();
+                let mut source = std::error::Error::source(&error);
+                while let Some(error) = source {
+                    message = format!("{message}: {error}");
+                    source = error.source();
+                }
+                Self::Other { message }
+            }
+        }
+    }
+}
+
+impl From<Fault> for SandboxError {
+    fn from(fault: Fault) -> Self {
+        match fault {
+            Fault::MemoryLimitTooSmall { limit, minimum } => {
+                Self::MemoryLimitTooSmall { limit, minimum }
+            }
+            Fault::PoolExhausted { limit } => Self::PoolExhausted { limit },
+            Fault::RequestTooLarge { size, limit } => Self::RequestTooLarge { size, limit },
+            Fault::SessionEnded { exit } => Self::SessionEnded { exit },
+            Fault::OtherGuest { found, expected } => Self::OtherGuest { found, expected },
+            Fault::Other { message } => Self::Worker { message },
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! What one guest did is gone before the next one starts, byte by byte.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+use std::num::NonZeroU32;
+
+use rstest::rstest;
+use wardian::sandbox::{ExecRequest, Limits, Restore, RuntimeOptions, WasmRuntime};
+
+const ORDINARY: &str =
+    "import json; print(json.dumps({'a': [1, 2.5, None]}), hash('x'), id(object()))";
+
+/// Programs that leave as much behind as they can: pages, grown memory, a stack in mid-call.
+const HOSTILE: [&str; 8] = [
+    "secret = ['s3cret' + str(i) for i in range(100_000)]",
+    "raw = bytes([3]) * (150 << 20)",
+    "import os; secret = 's3cret' * 1000; os._exit(3)",
+    "while True: pass",
+    "def f(n): return f(n + 1) + g(n)\nimport sys; sys.setrecursionlimit(10**9)\nf(0)",
+    "class A:\n    def __repr__(self): return repr(self)\nrepr(A())",
+    "import builtins, sys; builtins.print = None; sys.modules.clear(); sys.stdout = None",
+    "def f(): pass\nf.__code__ = f.__code__.replace(co_code=bytes(range(2, 250, 2)) * 4)\nf()",
+];
+
+fn audited(restore: Restore) -> WasmRuntime {
+    let options = RuntimeOptions {
+        restore,
+        audit_every: NonZeroU32::new(1),
+        ..RuntimeOptions::default()
+    };
+    WasmRuntime::load(&options, |_| {}).unwrap()
+}
+
+/// Fuel for some ten million operators, so that an endless loop is soon over.
+fn limits() -> Limits {
+    Limits {
+        fuel: 300_000_000,
+        ..Limits::default()
+    }
+}
+
+#[rstest]
+#[case(Restore::InPlace)]
+#[case(Restore::Reinstantiate)]
+fn nothing_is_left_of_a_guest(#[case] restore: Restore) {
+    let runtime = audited(restore);
+    let exec = |code| runtime.exec(&ExecRequest::new(code), &limits()).unwrap();
+    let first = exec(ORDINARY);
+    assert!(first.exit.is_success(), "{}", first.stderr_text());
+    let mut restored = 1;
+    for _ in 0..6 {
+        for program in HOSTILE {
+            exec(program);
+            let again = exec(ORDINARY);
+            assert_eq!(again.stdout, first.stdout, "after {program}");
+            assert_eq!(again.usage.fuel, first.usage.fuel, "after {program}");
+            restored += 2;
+        }
+    }
+    // Every restore was audited, and each program ran on the same instance.
+    let statistics = runtime.statistics();
+    assert_eq!((statistics.restored, statistics.failed), (restored, 0));
+    assert_eq!((statistics.in_use, statistics.idle), (0, 1));
+}
+
+#[test]
+fn an_audited_runtime_takes_back_sessions_and_forks() {
+    let runtime = audited(Restore::InPlace);
+    for _ in 0..10 {
+        let mut session = runtime.session(&limits()).unwrap();
+        session
+            .step(&ExecRequest::new("kept = [str(i) for i in range(10_000)]"))
+            .unwrap();
+        let mut children = session.fork(4).unwrap();
+        for child in &mut children {
+            child.step(&ExecRequest::new("kept.append(1)")).unwrap();
+        }
+    }
+    let statistics = runtime.statistics();
+    assert_eq!((statistics.restored, statistics.failed), (50, 0));
+}
+
+#[test]
+fn a_program_waits_while_all_instances_are_in_use() {
+    let options = RuntimeOptions {
+        max_instances: 1,
+        ..RuntimeOptions::default()
+    };
+    let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|index| {
+                let runtime = &runtime;
+                scope.spawn(move || {
+                    let request = ExecRequest::new(format!("print({index})"));
+                    runtime
+                        .exec(&request, &Limits::default())
+                        .unwrap()
+                        .stdout_text()
+                })
+            })
+            .collect();
+        for (index, thread) in threads.into_iter().enumerate() {
+            assert_eq!(thread.join().unwrap(), format!("{index}\n"));
+        }
+    });
+    assert_eq!(runtime.statistics().idle, 1);
+}
