@@ -31,7 +31,8 @@ impl Guest {
             .memory_may_move(false)
             .with_host_memory(Arc::new(Creator));
         let engine = Engine::new(&config).unwrap();
-        let module = Module::new(&engine, r#"(module (memory (export "memory") 4))"#).unwrap();
+        let wasm = wat::parse_str(r#"(module (memory (export "memory") 4))"#).unwrap();
+        let module = Module::new(&engine, wasm).unwrap();
         let slot = Slot::new(&image(), pagemap, GUARD).unwrap();
         let mut store = Store::new(&engine, ());
         let instance = slot
