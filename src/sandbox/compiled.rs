@@ -11,13 +11,17 @@ use super::cache::{Cache, CacheFolder, Stored};
 use super::error::SandboxError;
 use super::guest::Guest;
 use super::memory::Image;
-use super::snapshot;
+use super::runtime::Meter;
+use super::{meter, snapshot};
 
-/// The sources that shape a snapshot: part of the cache's key.
-const SNAPSHOT_SOURCES: [&str; 3] = [
+/// The sources that shape a snapshot and its meter: part of the cache's key.
+const SNAPSHOT_SOURCES: [&str; 6] = [
     include_str!("snapshot/mod.rs"),
     include_str!("wasi.rs"),
     include_str!("host.rs"),
+    include_str!("meter/mod.rs"),
+    include_str!("meter/shape.rs"),
+    include_str!("meter/rewrite.rs"),
 ];
 
 /// What [`WasmRuntime::load`](super::WasmRuntime::load) is doing, when it does more than map
@@ -77,22 +81,24 @@ impl CompiledGuest {
     pub(super) fn load(
         engine: &Engine,
         guest: &Guest,
+        meter: Meter,
         folder: &CacheFolder,
         progress: &mut impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
         match folder.path().map(Cache::open) {
-            Some(Ok(cache)) => Self::load_or_prepare(engine, guest, &cache, progress),
+            Some(Ok(cache)) => Self::load_or_prepare(engine, guest, meter, &cache, progress),
             Some(Err(error)) => {
                 warn_of_cache(&error);
-                Self::prepare(engine, guest, progress)?.into_loaded()
+                Self::prepare(engine, guest, meter, progress)?.into_loaded()
             }
-            None => Self::prepare(engine, guest, progress)?.into_loaded(),
+            None => Self::prepare(engine, guest, meter, progress)?.into_loaded(),
         }
     }
 
     fn load_or_prepare(
         engine: &Engine,
         guest: &Guest,
+        meter: Meter,
         cache: &Cache,
         progress: &mut impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
@@ -115,7 +121,7 @@ impl CompiledGuest {
         {
             return Ok(loaded);
         }
-        let prepared = Self::prepare(engine, guest, progress)?;
+        let prepared = Self::prepare(engine, guest, meter, progress)?;
         let code = prepared
             .module
             .serialize()
@@ -130,6 +136,7 @@ impl CompiledGuest {
     fn prepare(
         engine: &Engine,
         guest: &Guest,
+        meter: Meter,
         progress: &mut impl FnMut(Progress),
     ) -> Result<Prepared, SandboxError> {
         let started = Instant::now();
@@ -138,8 +145,12 @@ impl CompiledGuest {
         let mut id = blake3::Hasher::new();
         id.update(&frozen.code).update(&frozen.image);
         progress(Progress::Compiling);
-        let module = Module::new(engine, frozen.code)
-            .map_err(SandboxError::engine("compiling the guest"))?;
+        let code = match meter {
+            Meter::Loops => meter::meter(&frozen.code)?,
+            Meter::Instructions => frozen.code,
+        };
+        let module =
+            Module::new(engine, code).map_err(SandboxError::engine("compiling the guest"))?;
         progress(Progress::Prepared {
             elapsed: started.elapsed(),
         });

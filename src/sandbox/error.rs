@@ -28,6 +28,12 @@ pub enum SandboxError {
         /// The property.
         reason: String,
     },
+    /// The guest has code whose cost cannot be bounded.
+    #[error("the guest module cannot be metered: {reason}")]
+    Unmetered {
+        /// The code.
+        reason: String,
+    },
     /// The guest wants something from the host that is not granted to anyone.
     #[error("the guest module imports `{module}::{name}`, which the sandbox does not provide")]
     UnknownImport {

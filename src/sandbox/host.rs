@@ -4,6 +4,7 @@ use bytesize::ByteSize;
 use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
+use super::budget::Budget;
 use super::limits::{Limits, MemoryLimiter};
 use super::pool::Lease;
 
@@ -24,6 +25,8 @@ pub(super) struct Host {
     pub(super) memory: MemoryLimiter,
     /// What a fork shares with its parent.
     pub(super) carried: Carried,
+    /// When the current call has to end.
+    pub(super) budget: Budget,
     /// The instance that this guest may call through `bridge.call`, if any.
     pub(super) peer: Option<Box<Lease>>,
     /// The peer's last reply, until the guest takes it.
@@ -49,6 +52,7 @@ impl Host {
                 clock: Clock::default(),
                 random: ChaCha8Rng::seed_from_u64(0),
             },
+            budget: Budget::default(),
             peer: None,
             reply: Vec::new(),
         }

@@ -7,13 +7,15 @@ use std::time::{Duration, Instant};
 use wasmtime::{Global, Memory, Store, Trap, TypedFunc, Val, WasmParams, WasmResults};
 
 use super::bridge::Served;
+use super::budget::{Gauge, Stop};
 use super::error::SandboxError;
 use super::host::{Carried, Host, Input};
 use super::limits::Limits;
 use super::memory::{Changed, Slot, WASM_PAGE};
+use super::meter::METER;
 use super::outcome::{ExecOutcome, ExecRequest, Exit, Usage};
 use super::pool::Lease;
-use super::runtime::{EPOCH_TICK, Prepared};
+use super::runtime::{EPOCH_TICK, Meter, Prepared};
 use super::snapshot::STACK_POINTER;
 use super::wasi::ProcExit;
 
@@ -41,6 +43,8 @@ pub(super) struct Instance {
     store: Store<Host>,
     exports: Exports,
     slot: Slot,
+    /// What the last call left.
+    fuel_left: u64,
     limits: Limits,
     started: Instant,
     ended: Option<Exit>,
@@ -51,6 +55,8 @@ struct Exports {
     stack_pointer: Global,
     /// Where the stack pointer is when the guest is at rest.
     stack_at_rest: i32,
+    /// `None` if wasmtime counts.
+    gauge: Option<Gauge>,
     buf: TypedFunc<i32, i32>,
     step: TypedFunc<(i32, i64), i32>,
     serve: TypedFunc<i32, i32>,
@@ -84,6 +90,7 @@ impl Instance {
             store,
             exports,
             slot,
+            fuel_left: 0,
             limits,
             started: Instant::now(),
             ended: None,
@@ -298,10 +305,8 @@ impl Instance {
 
     /// Returns what was used since the instance was made or the last step began.
     pub(super) fn usage(&self) -> Usage {
-        // Fuel is on in every engine we make; without it the whole budget counts as used.
-        let left = self.store.get_fuel().unwrap_or(0);
         Usage {
-            fuel: self.limits.fuel.saturating_sub(left),
+            fuel: self.limits.fuel.saturating_sub(self.fuel_left),
             memory_bytes: self.exports.memory.data_size(&self.store) as u64,
             wall: self.started.elapsed(),
         }
@@ -361,7 +366,13 @@ impl Instance {
         function: &TypedFunc<P, R>,
         parameters: P,
     ) -> wasmtime::Result<R> {
-        on_own_stack(function.call_async(&mut self.store, parameters))
+        let result = on_own_stack(function.call_async(&mut self.store, parameters));
+        self.fuel_left = match self.exports.gauge {
+            Some(gauge) => gauge.left(&mut self.store).try_into().unwrap_or(0),
+            // wasmtime counts if we do not.
+            None => self.store.get_fuel().unwrap_or(0),
+        };
+        result
     }
 
     /// Marks the instance as ended by `error` and says how.
@@ -369,7 +380,17 @@ impl Instance {
         let memory = &self.store.data().memory;
         let (limit, requested) = (memory.limit(), memory.denied());
         let out_of_memory = Exit::OutOfMemory { limit, requested };
-        let exit = if let Some(ProcExit { code }) = error.downcast_ref() {
+        let exit = if let Some(stop) = self.stopped_by(&error) {
+            match stop {
+                Stop::OutOfFuel => Exit::OutOfFuel {
+                    limit: self.limits.fuel,
+                },
+                Stop::Deadline => Exit::DeadlineExceeded {
+                    limit: self.limits.deadline,
+                    elapsed: self.started.elapsed(),
+                },
+            }
+        } else if let Some(ProcExit { code }) = error.downcast_ref() {
             match code {
                 0 => Exit::Exited { code: 0 },
                 _ if requested.is_some() => out_of_memory,
@@ -377,13 +398,6 @@ impl Instance {
             }
         } else if let Some(trap) = error.downcast_ref::<Trap>() {
             match trap {
-                Trap::OutOfFuel => Exit::OutOfFuel {
-                    limit: self.limits.fuel,
-                },
-                Trap::Interrupt => Exit::DeadlineExceeded {
-                    limit: self.limits.deadline,
-                    elapsed: self.started.elapsed(),
-                },
                 _ if requested.is_some() => out_of_memory,
                 trap => {
                     let reason = trap.to_string();
@@ -414,8 +428,24 @@ impl Instance {
         Ok(exit)
     }
 
+    /// Returns which limit of fuel or time ended a call with `error`, if one did.
+    fn stopped_by(&mut self, error: &wasmtime::Error) -> Option<Stop> {
+        if let Some(stop) = error.downcast_ref::<Stop>() {
+            return Some(*stop);
+        }
+        match (error.downcast_ref::<Trap>()?, self.exports.gauge) {
+            (Trap::UnreachableCodeReached, Some(gauge)) => {
+                (gauge.left(&mut self.store) < 0).then_some(Stop::OutOfFuel)
+            }
+            (Trap::OutOfFuel, None) => Some(Stop::OutOfFuel),
+            (Trap::Interrupt, None) => Some(Stop::Deadline),
+            _ => None,
+        }
+    }
+
     fn refuel(&mut self) -> Result<(), SandboxError> {
-        refuel(&mut self.store, &self.limits)?;
+        refuel(&mut self.store, self.exports.gauge, &self.limits)?;
+        self.fuel_left = self.limits.fuel;
         self.store.data_mut().memory.reset();
         self.started = Instant::now();
         Ok(())
@@ -441,7 +471,6 @@ fn instantiate(
 ) -> Result<(Store<Host>, Exports), SandboxError> {
     let mut store = Store::new(prepared.engine(), Host::new(limits));
     store.limiter(|host| &mut host.memory);
-    refuel(&mut store, limits)?;
     let instance = slot
         .hand_over(|| prepared.guest().instantiate(&mut store))
         .map_err(SandboxError::engine("instantiating the guest"))?;
@@ -466,6 +495,13 @@ fn instantiate(
             .ok_or(SandboxError::MissingExport { name: "memory" })?,
         stack_pointer,
         stack_at_rest,
+        gauge: match prepared.meter() {
+            Meter::Instructions => None,
+            Meter::Loops => {
+                let gauge = Gauge::find(&instance, &mut store);
+                Some(gauge.ok_or(SandboxError::MissingExport { name: METER })?)
+            }
+        },
         buf: function!("buf"),
         step: function!("step"),
         serve: function!("serve"),
@@ -474,7 +510,14 @@ fn instantiate(
     Ok((store, exports))
 }
 
-fn refuel(store: &mut Store<Host>, limits: &Limits) -> Result<(), SandboxError> {
+fn refuel(
+    store: &mut Store<Host>,
+    gauge: Option<Gauge>,
+    limits: &Limits,
+) -> Result<(), SandboxError> {
+    if let Some(gauge) = gauge {
+        return gauge.start(store, limits.fuel, limits.deadline);
+    }
     store
         .set_fuel(limits.fuel)
         .map_err(SandboxError::engine("setting the fuel"))?;

@@ -21,6 +21,7 @@
 //! [`grader`](crate::grader), which asks it from a second instance.
 
 mod bridge;
+mod budget;
 mod cache;
 mod compiled;
 mod error;
@@ -29,6 +30,7 @@ mod host;
 mod instance;
 mod limits;
 mod memory;
+mod meter;
 mod microseconds;
 mod outcome;
 mod pool;
@@ -48,7 +50,7 @@ pub use guest::Guest;
 pub use limits::Limits;
 pub use outcome::{ExecOutcome, ExecRequest, Exit, Usage};
 pub use pool::Statistics;
-pub use runtime::{Restore, RuntimeOptions, WasmRuntime};
+pub use runtime::{Meter, Restore, RuntimeOptions, WasmRuntime};
 pub use saved::Snapshot;
 pub use session::Session;
 pub use workers::{WorkerOptions, Workers, serve_parent};

@@ -22,7 +22,7 @@ use super::outcome::{ExecOutcome, ExecRequest};
 use super::pool::{Lease, Pool, Statistics};
 use super::saved::Snapshot;
 use super::session::Session;
-use super::{Sandbox, bridge, wasi};
+use super::{Sandbox, bridge, budget, wasi};
 
 /// How often running guests check their deadline. Waking 200 times a second costs nothing that
 /// can be measured; deadlines are seconds.
@@ -55,6 +55,25 @@ pub struct RuntimeOptions {
     /// Compares all memory of an instance with the image after every so many restores; default
     /// never. Each time takes some milliseconds.
     pub audit_every: Option<NonZeroU32>,
+    /// How fuel is counted; default [`Meter::Loops`].
+    pub meter: Meter,
+}
+
+/// How a guest's fuel is counted and its deadline kept.
+///
+/// Both end every program, and both use the same fuel for the same program.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Meter {
+    /// By loop iterations and calls, weighed by the code in them: about one unit per operator.
+    ///
+    /// Slows Python down by some per cent.
+    #[default]
+    Loops,
+    /// By executed operators, exactly, by wasmtime's fuel and epochs.
+    ///
+    /// Slows Python down by a third and more.
+    Instructions,
 }
 
 /// How an instance is made fresh for its next guest.
@@ -78,6 +97,7 @@ impl Default for RuntimeOptions {
             max_instances: 1024,
             restore: Restore::default(),
             audit_every: None,
+            meter: Meter::default(),
         }
     }
 }
@@ -112,8 +132,8 @@ struct Inner {
     // Instances go first.
     pool: Pool,
     prepared: Prepared,
-    /// Dropped last: running guests need its ticks.
-    _ticker: Ticker,
+    /// For [`Meter::Instructions`]; dropped last: running guests need its ticks.
+    _ticker: Option<Ticker>,
 }
 
 impl fmt::Debug for Inner {
@@ -134,6 +154,7 @@ pub(super) struct Prepared {
     /// Absent on kernels that cannot tell which pages were written, and where it is not wanted.
     pagemap: Option<Arc<Pagemap>>,
     restore: Restore,
+    meter: Meter,
     audit_every: Option<NonZeroU32>,
     restores: AtomicU32,
 }
@@ -163,6 +184,7 @@ impl Prepared {
             image: Arc::new(compiled.image),
             pagemap: pagemap.map(Arc::new),
             restore: options.restore,
+            meter: options.meter,
             audit_every: options.audit_every,
             restores: AtomicU32::new(0),
         })
@@ -184,6 +206,10 @@ impl Prepared {
     /// Returns the memory of a fresh guest, in bytes.
     pub(super) fn image_size(&self) -> usize {
         self.image.len()
+    }
+
+    pub(super) fn meter(&self) -> Meter {
+        self.meter
     }
 
     pub(super) fn reinstantiates(&self) -> bool {
@@ -226,9 +252,18 @@ impl WasmRuntime {
         options: &RuntimeOptions,
         mut progress: impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
-        let engine = engine()?;
-        let guest = CompiledGuest::load(&engine, &options.guest, &options.cache, &mut progress)?;
-        let ticker = Ticker::start(&engine)?;
+        let engine = engine(options.meter)?;
+        let guest = CompiledGuest::load(
+            &engine,
+            &options.guest,
+            options.meter,
+            &options.cache,
+            &mut progress,
+        )?;
+        let ticker = match options.meter {
+            Meter::Loops => None,
+            Meter::Instructions => Some(Ticker::start(&engine)?),
+        };
         Ok(Self {
             inner: Arc::new(Inner {
                 pool: Pool::new(options.max_instances),
@@ -335,6 +370,7 @@ pub(super) fn link(engine: &Engine, module: &Module) -> Result<InstancePre<Host>
     let mut linker = Linker::new(engine);
     wasi::add_to_linker(&mut linker)
         .and_then(|()| bridge::add_to_linker(&mut linker))
+        .and_then(|()| budget::add_to_linker(&mut linker))
         .map_err(SandboxError::engine("defining the host functions"))?;
     let mut probe = Store::new(engine, Host::new(&Limits::default()));
     for import in module.imports() {
@@ -351,11 +387,12 @@ pub(super) fn link(engine: &Engine, module: &Module) -> Result<InstancePre<Host>
 }
 
 /// Makes the engine that guests run on.
-fn engine() -> Result<Engine, SandboxError> {
+fn engine(meter: Meter) -> Result<Engine, SandboxError> {
+    let counts_instructions = meter == Meter::Instructions;
     let mut config = Config::new();
     config
-        .consume_fuel(true)
-        .epoch_interruption(true)
+        .consume_fuel(counts_instructions)
+        .epoch_interruption(counts_instructions)
         .max_wasm_stack(WASM_STACK)
         .async_stack_size(ASYNC_STACK)
         .memory_reservation(MEMORY_RESERVATION)

@@ -199,6 +199,7 @@ impl Running {
                 max_instances: runtime.max_instances,
                 restore: runtime.restore,
                 audit_every: runtime.audit_every,
+                meter: runtime.meter,
             },
             blobs,
         };

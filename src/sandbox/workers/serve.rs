@@ -65,6 +65,7 @@ fn load(hello: Frame<Hello>) -> Result<WasmRuntime, SandboxError> {
         max_instances: hello.head.max_instances,
         restore: hello.head.restore,
         audit_every: hello.head.audit_every,
+        meter: hello.head.meter,
     };
     WasmRuntime::load(
         &options,

@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::sandbox::{
-    CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Restore, SandboxError,
-    Usage,
+    CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,
+    SandboxError, Usage,
 };
 
 /// A head holds a program, or what is said about one.
@@ -101,6 +101,7 @@ pub(super) struct Hello {
     pub(super) max_instances: u32,
     pub(super) restore: Restore,
     pub(super) audit_every: Option<NonZeroU32>,
+    pub(super) meter: Meter,
 }
 
 impl Hello {
