@@ -4,8 +4,9 @@
 #   build.sh            build and replace python.wasm.zst, BUILDINFO and LICENSES/
 #   build.sh --check    build and compare with the committed python.wasm.zst; exit 1 when they differ
 #   build.sh --clean    as the first, from an empty work directory
+#   build.sh --profile  train anew and replace python.profdata.zst, from which the other modes optimize
 #
-# Needs Debian bookworm with gcc, make, zstd and apt; root is not needed, nothing is installed. The compiler and the
+# Needs Debian bookworm with gcc, make, patch, zstd and apt; root is not needed, nothing is installed. The compiler and the
 # sources come as packages through a private apt directory, with signature checks on. WORK (default: build/ beside this
 # file) is where everything happens; a stage that has finished there is not repeated, so a change to shim.c costs seconds.
 set -euo pipefail
@@ -26,6 +27,23 @@ LLVM_VERSION='1:22.1.8-1~deb12u1'
 TOOLCHAIN=(
     "clang-$LLVM" "libclang-common-$LLVM-dev" "libclang-cpp$LLVM" "libclang1-$LLVM" "libllvm$LLVM" "llvm-$LLVM" "lld-$LLVM"
     "libclang-rt-$LLVM-dev-wasm32"
+)
+
+# For --profile: what a native program needs to count with.
+PROFILE_RUNTIME=libclang-rt-$LLVM-dev
+
+# Changes to CPython; each says why.
+PATCHES=(meter.patch interpreter.patch obmalloc.patch)
+
+# What the interpreter is trained on: tests of CPython's own, for the language, for its most used modules, and for
+# compiling and failing, as most of what a short program does is that.
+TRAINING=(
+    test_re test_json test_dict test_list test_generators test_float test_set test_collections test_functools
+    test_dataclasses test_statistics test_heapq test_bisect test_itertools test_sort test_string test_operator test_struct
+    test_base64 test_copy test_descr test_scope test_fstring test_contextlib test_difflib test_textwrap test_grammar
+    test_syntax test_traceback test_exceptions test_str test_int test_math test_datetime test_pickle test_typing test_enum
+    test_patma test_augassign test_deque test_tuple test_bytes test_iter test_builtin test_random test_decimal
+    test_fractions test_abc
 )
 
 # The date in `sys.version` and in every __DATE__: that of the 3.13.5 release.
@@ -97,6 +115,10 @@ unpack() {
     cd "$WORK"
     rm -rf "Python-$PYTHON" sysroot toolchain
     tar xf "fetched/$PYTHON_TARBALL"
+    local patch
+    for patch in "${PATCHES[@]}"; do
+        patch -s -p1 -d "Python-$PYTHON" < "$HERE/$patch"
+    done
     dpkg -x "fetched/$WASI_LIBC_DEB" sysroot
     local deb
     for deb in fetched/*.deb; do
@@ -124,20 +146,50 @@ native_python() {
     ./python -c "import marshal, sys; assert sys.version_info[:3] == tuple(map(int, '$PYTHON'.split('.')))"
 }
 
+compiler_path() {
+    export PATH=$WORK/toolchain/usr/lib/llvm-$LLVM/bin:$WORK/toolchain/usr/bin:$PATH
+    LD_LIBRARY_PATH=$(toolchain_libs)
+    export LD_LIBRARY_PATH
+}
+
+# Counts what a native interpreter of the same sources does in training. clang keys the counts by syntax tree, so they
+# fit the guest, whose target has no profiling runtime. A native run is not reproducible, which is why its result is
+# committed.
+train() (
+    cd "$WORK/fetched"
+    APT_CONFIG=$WORK/apt/apt.conf apt-get -qq download "$PROFILE_RUNTIME=$LLVM_VERSION"
+    dpkg -x "$WORK/fetched/$PROFILE_RUNTIME"_*.deb "$WORK/toolchain"
+    compiler_path
+    rm -rf "$WORK/profile"
+    mkdir "$WORK/profile"
+    cd "$WORK/profile"
+    # --without-computed-gotos: the guest has none, and the syntax trees must agree.
+    PKG_CONFIG=/bin/false CC=clang CFLAGS="-O1 -g0 -fprofile-instr-generate" LDFLAGS=-fprofile-instr-generate \
+        "../Python-$PYTHON/configure" -q --without-computed-gotos --disable-test-modules --with-ensurepip=no \
+        > configure.log 2>&1
+    make -s -j"$JOBS" python sharedmods > make.log 2>&1
+    # An empty cache folder: all that is imported is compiled, which is training too.
+    LLVM_PROFILE_FILE="$PWD/counts/%4m.profraw" PYTHONPYCACHEPREFIX=$PWD/pycache \
+        ./python -m test --pgo "${TRAINING[@]}" > test.log 2>&1
+    llvm-profdata merge -o python.profdata counts/*.profraw
+    zstd -q -19 -f python.profdata -o "$HERE/python.profdata.zst"
+)
+
 # Sets the compiler for the guest. A relative sysroot would not survive CPython's sub-directories; the absolute one is
 # kept out of the objects by the prefix map.
 #
 # -fno-wrapv-pointer: CPython's -fno-strict-overflow makes clang >= 20 treat pointer arithmetic as wrapping, which stops
 #   it from folding field offsets into loads and stores (about 3 % of the interpreter's speed).
+# -fprofile-instr-use: see train(). What the training does not run, or counts for another target, is compiled without.
 # --no-wasm-opt: clang runs whatever `wasm-opt` is in PATH; the result must not depend on that.
 # PKG_CONFIG=/bin/false: keeps configure from finding this machine's zlib, uuid and readline.
 cross_env() {
-    export PATH=$WORK/toolchain/usr/lib/llvm-$LLVM/bin:$WORK/toolchain/usr/bin:$PATH
-    LD_LIBRARY_PATH=$(toolchain_libs)
-    export LD_LIBRARY_PATH
+    compiler_path
     local target="--target=wasm32-wasip1 --sysroot=$WORK/sysroot/usr"
     export CC="clang $target" CPP="clang -E $target" CXX="clang++ $target" AR=llvm-ar RANLIB=llvm-ranlib NM=llvm-nm
     export CFLAGS="-O3 -g0 -fno-wrapv-pointer -ffile-prefix-map=$WORK=/build"
+    zstd -qdf "$HERE/python.profdata.zst" -o "$WORK/python.profdata"
+    CFLAGS+=" -fprofile-instr-use=$WORK/python.profdata -Wno-profile-instr-unprofiled -Wno-profile-instr-out-of-date"
     export LDFLAGS="--no-wasm-opt"
     export PKG_CONFIG=/bin/false HOSTRUNNER=/bin/true
     export CONFIG_SITE="$WORK/Python-$PYTHON/Tools/wasm/config.site-wasm32-wasi"
@@ -147,6 +199,7 @@ ARCHIVES=(
     libpython3.13.a Modules/expat/libexpat.a Modules/_decimal/libmpdec/libmpdec.a Modules/_hacl/libHacl_Hash_SHA2.a
 )
 
+# --with-pymalloc, --enable-big-digits=30: what native builds have; off by default for WASI and for 32-bit targets.
 cross_python() (
     cross_env
     rm -rf "$WORK/cross"
@@ -154,6 +207,7 @@ cross_python() (
     cd "$WORK/cross"
     "../Python-$PYTHON/configure" -q --host=wasm32-unknown-wasi --build=x86_64-linux-gnu \
         --with-build-python="$WORK/native/python" --disable-test-modules --with-ensurepip=no --prefix=/ \
+        --with-pymalloc --enable-big-digits=30 \
         > configure.log 2>&1
     make -s -j"$JOBS" "${ARCHIVES[@]}" pybuilddir.txt > make.log 2>&1
 )
@@ -198,10 +252,12 @@ python source       $PYTHON_TARBALL sha256 $PYTHON_SHA256
 wasi-libc           $WASI_LIBC_DEB sha256 $WASI_LIBC_SHA256
 compiler            clang-$LLVM, lld-$LLVM, libclang-rt-$LLVM-dev-wasm32 $LLVM_VERSION
 target              wasm32-wasip1, static reactor
-cflags              -O3 -g0 -fno-wrapv-pointer (CPython adds its own)
+patches             ${PATCHES[*]}
+profile             python.profdata.zst sha256 $(sha256 "$HERE/python.profdata.zst")
+cflags              -O3 -g0 -fno-wrapv-pointer -fprofile-instr-use (CPython adds its own)
 ldflags             --no-wasm-opt -z stack-size=8388608 --stack-first --initial-memory=33554432 --strip-all
 source date epoch   $SOURCE_DATE_EPOCH
-pymalloc            off (configure's default for WASI)
+configure           --with-pymalloc --enable-big-digits=30
 python.wasm         $(stat -c %s "$wasm") bytes sha256 $(sha256 "$wasm")
 python.wasm.zst     $(stat -c %s "$wasm.zst") bytes sha256 $(sha256 "$wasm.zst")
 EOF
@@ -226,10 +282,10 @@ first_comment() { sed -n '/\/\*/,/\*\// { p; /\*\//q }' "$1"; }
 main() {
     local mode=${1:-build}
     case $mode in
-        build | --check) ;;
+        build | --check | --profile) ;;
         # By name: WORK may be a directory that holds other things.
-        --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native,cross,guest} ;;
-        *) die "usage: build.sh [--check | --clean]" ;;
+        --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native,profile,cross,guest} ;;
+        *) die "usage: build.sh [--check | --clean | --profile]" ;;
     esac
 
     mkdir -p "$WORK"
@@ -237,6 +293,13 @@ main() {
     once private_apt
     once fetch
     once unpack
+    if [[ $mode == --profile ]]; then
+        say train
+        train
+        rm -f "$WORK/.done-cross_python"
+        say "wrote python.profdata.zst"
+        return
+    fi
     once native_python
     once cross_python
     say link_guest

@@ -21,5 +21,6 @@ PyObject *stdlib_code(void);
 // snapshot.c: shaping the heap before the snapshot is taken.
 int snapshot_make_immortal(void);
 void snapshot_fill_heap(void);
+void snapshot_set_arena_allocator(void);
 
 #endif

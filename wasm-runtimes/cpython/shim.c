@@ -340,6 +340,7 @@ static void call_hook(PyObject *hook, const char *activity) {
 }
 
 EXPORT("init") void guest_init(void) {
+    snapshot_set_arena_allocator();
     start_interpreter();
     // Reads the boot modules from file descriptor 0, below Python's sys.stdin, which therefore stays unread.
     call_hook(attribute("_wardian_stage0", "boot"), "boot");
