@@ -11,8 +11,8 @@ use crate::grader::{
     GradeRequest, GradeUsage, Grader, TestResult, TestStatus, Verdict, VerdictStatus,
 };
 use crate::sandbox::{
-    Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Sandbox, SandboxError,
-    Session, Usage as SandboxUsage,
+    Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Sandbox,
+    SandboxError, Session, Usage as SandboxUsage,
 };
 use crate::task::Task;
 
@@ -23,7 +23,12 @@ struct ScriptedSandbox {
 }
 
 impl Sandbox for ScriptedSandbox {
-    fn exec(&self, request: &ExecRequest, _: &Limits) -> Result<ExecOutcome, SandboxError> {
+    fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        _: &Limits,
+        _: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
         self.programs.lock().unwrap().push(request.code.clone());
         let fails = request.code.contains("boom");
         Ok(ExecOutcome {

@@ -3,12 +3,11 @@
 //! The meter holds all that is left of a call's budget, so when a call runs out of it does not
 //! depend on when the host is asked.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use wasmtime::{AsContextMut, Caller, Extern, Global, Linker, Result, Store, Val};
 
+use super::cancel::Cancel;
 use super::error::SandboxError;
 use super::host::Host;
 use super::meter::{MARK, METER, REFILL};
@@ -22,8 +21,7 @@ pub(super) struct Budget {
     /// `None` until the first call, and beyond what the clock can hold.
     deadline: Option<Instant>,
     slice: i64,
-    /// Ends the call when set, as if the deadline had passed.
-    cancelled: Option<Arc<AtomicBool>>,
+    cancel: Option<Cancel>,
 }
 
 impl Default for Budget {
@@ -31,7 +29,7 @@ impl Default for Budget {
         Self {
             deadline: None,
             slice: SLICE,
-            cancelled: None,
+            cancel: None,
         }
     }
 }
@@ -42,10 +40,19 @@ impl Budget {
         self.deadline = Instant::now().checked_add(deadline);
     }
 
-    fn is_over(&self) -> bool {
-        self.deadline
-            .is_some_and(|deadline| Instant::now() >= deadline)
-            || (self.cancelled.as_ref()).is_some_and(|flag| flag.load(Ordering::Relaxed))
+    /// Lets `cancel` end the calls that follow.
+    pub(super) fn heed(&mut self, cancel: &Cancel) {
+        self.cancel = Some(cancel.clone());
+    }
+
+    /// Returns why the call has to end, if it has to.
+    pub(super) fn stop(&self) -> Option<Stop> {
+        if self.cancel.as_ref().is_some_and(Cancel::is_cancelled) {
+            Some(Stop::Cancelled)
+        } else {
+            let is_over = |deadline| Instant::now() >= deadline;
+            self.deadline.is_some_and(is_over).then_some(Stop::Deadline)
+        }
     }
 }
 
@@ -56,6 +63,8 @@ pub(super) enum Stop {
     OutOfFuel,
     #[error("the deadline has passed")]
     Deadline,
+    #[error("the call is cancelled")]
+    Cancelled,
 }
 
 /// The meter of one instance.
@@ -77,18 +86,12 @@ impl Gauge {
         })
     }
 
-    /// Sets the meter to `fuel` and starts the time of a call.
+    /// Sets the meter to `fuel`.
     ///
     /// # Errors
     ///
     /// Returns an error if the module's globals are not the meter's.
-    pub(super) fn start(
-        self,
-        store: &mut Store<Host>,
-        fuel: u64,
-        deadline: Duration,
-    ) -> Result<(), SandboxError> {
-        store.data_mut().budget.start(deadline);
+    pub(super) fn start(self, store: &mut Store<Host>, fuel: u64) -> Result<(), SandboxError> {
         let slice = store.data().budget.slice;
         let fuel = i64::try_from(fuel).unwrap_or(i64::MAX);
         self.meter
@@ -128,8 +131,8 @@ fn refill(mut caller: Caller<'_, Host>) -> Result<()> {
         return Err(Stop::OutOfFuel.into());
     }
     let budget = &caller.data().budget;
-    if budget.is_over() {
-        return Err(Stop::Deadline.into());
+    if let Some(stop) = budget.stop() {
+        return Err(stop.into());
     }
     let next = next_mark(left, budget.slice);
     mark.set(caller, Val::I64(next))

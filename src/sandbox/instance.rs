@@ -2,12 +2,15 @@
 
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use wasmtime::{Global, Memory, Store, Trap, TypedFunc, Val, WasmParams, WasmResults};
+use wasmtime::{
+    Global, Memory, Store, Trap, TypedFunc, UpdateDeadline, Val, WasmParams, WasmResults,
+};
 
 use super::bridge::Served;
 use super::budget::{Gauge, Stop};
+use super::cancel::Cancel;
 use super::error::SandboxError;
 use super::host::{Carried, Host, Input};
 use super::limits::Limits;
@@ -15,7 +18,7 @@ use super::memory::{Changed, Slot, WASM_PAGE};
 use super::meter::METER;
 use super::outcome::{ExecOutcome, ExecRequest, Exit, Usage};
 use super::pool::Lease;
-use super::runtime::{EPOCH_TICK, Meter, Prepared};
+use super::runtime::{Meter, Prepared};
 use super::snapshot::STACK_POINTER;
 use super::wasi::ProcExit;
 
@@ -216,13 +219,19 @@ impl Instance {
         Ok(())
     }
 
-    /// Runs one program with full fuel and a new deadline.
+    /// Runs one program with full fuel and a new deadline, seeded with `default_seed` if it names
+    /// no seed.
     ///
     /// # Errors
     ///
     /// Returns an error if the instance has ended before or if the sandbox is at fault; whatever
     /// the program does is in the outcome.
-    pub(super) fn step(&mut self, request: &ExecRequest) -> Result<ExecOutcome, SandboxError> {
+    pub(super) fn step(
+        &mut self,
+        request: &ExecRequest,
+        default_seed: Option<u64>,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
         if let Some(exit) = &self.ended {
             return Err(SandboxError::SessionEnded { exit: exit.clone() });
         }
@@ -235,11 +244,15 @@ impl Instance {
         }
         self.refuel()?;
         let host = self.store.data_mut();
+        host.budget.heed(cancel);
         host.stdin = Input::new(request.stdin.clone().into_bytes());
-        let seed = request.seed.map_or(KEEP_RANDOM_STATE, |seed| {
-            host.seed(seed);
-            (seed & i64::MAX as u64).cast_signed()
-        });
+        let seed = request
+            .seed
+            .or(default_seed)
+            .map_or(KEEP_RANDOM_STATE, |seed| {
+                host.seed(seed);
+                (seed & i64::MAX as u64).cast_signed()
+            });
 
         let exit = match self.run_step(code, seed) {
             Ok(exit) => exit,
@@ -389,6 +402,7 @@ impl Instance {
                     limit: self.limits.deadline,
                     elapsed: self.started.elapsed(),
                 },
+                Stop::Cancelled => Exit::Cancelled,
             }
         } else if let Some(ProcExit { code }) = error.downcast_ref() {
             match code {
@@ -438,7 +452,6 @@ impl Instance {
                 (gauge.left(&mut self.store) < 0).then_some(Stop::OutOfFuel)
             }
             (Trap::OutOfFuel, None) => Some(Stop::OutOfFuel),
-            (Trap::Interrupt, None) => Some(Stop::Deadline),
             _ => None,
         }
     }
@@ -471,6 +484,12 @@ fn instantiate(
 ) -> Result<(Store<Host>, Exports), SandboxError> {
     let mut store = Store::new(prepared.engine(), Host::new(limits));
     store.limiter(|host| &mut host.memory);
+    if prepared.meter() == Meter::Instructions {
+        store.epoch_deadline_callback(|store| match store.data().budget.stop() {
+            Some(stop) => Err(stop.into()),
+            None => Ok(UpdateDeadline::Continue(1)),
+        });
+    }
     let instance = slot
         .hand_over(|| prepared.guest().instantiate(&mut store))
         .map_err(SandboxError::engine("instantiating the guest"))?;
@@ -515,22 +534,15 @@ fn refuel(
     gauge: Option<Gauge>,
     limits: &Limits,
 ) -> Result<(), SandboxError> {
+    store.data_mut().budget.start(limits.deadline);
     if let Some(gauge) = gauge {
-        return gauge.start(store, limits.fuel, limits.deadline);
+        return gauge.start(store, limits.fuel);
     }
     store
         .set_fuel(limits.fuel)
         .map_err(SandboxError::engine("setting the fuel"))?;
-    store.set_epoch_deadline(ticks(limits.deadline));
+    store.set_epoch_deadline(1);
     Ok(())
-}
-
-/// Converts a deadline to epoch ticks, never too early: the current tick is partly over.
-fn ticks(deadline: Duration) -> u64 {
-    let ticks = deadline.as_nanos().div_ceil(EPOCH_TICK.as_nanos()) + 1;
-    u64::try_from(ticks)
-        .unwrap_or(u64::MAX / 2)
-        .min(u64::MAX / 2)
 }
 
 /// Runs a guest call to its end on a wasmtime fiber.
@@ -544,17 +556,5 @@ pub(super) fn on_own_stack<T>(
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => result,
         Poll::Pending => unreachable!("no host function or store setting yields"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn deadlines_are_never_early() {
-        assert_eq!(ticks(EPOCH_TICK), 2);
-        assert_eq!(ticks(EPOCH_TICK + Duration::from_nanos(1)), 3);
-        assert!(ticks(Duration::MAX) > 1 << 60);
     }
 }

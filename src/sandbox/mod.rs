@@ -23,6 +23,7 @@
 mod bridge;
 mod budget;
 mod cache;
+mod cancel;
 mod compiled;
 mod error;
 mod guest;
@@ -44,6 +45,7 @@ mod workers;
 
 pub use bridge::{Dialogue, DialogueOutcome, Message, Served};
 pub use cache::CacheFolder;
+pub use cancel::Cancel;
 pub use compiled::Progress;
 pub use error::SandboxError;
 pub use guest::Guest;
@@ -65,7 +67,21 @@ pub trait Sandbox: std::fmt::Debug + Send + Sync {
     ///
     /// Returns an error only if the sandbox is at fault; however the program ends is in the
     /// outcome.
-    fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError>;
+    fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError> {
+        self.exec_cancellable(request, limits, &Cancel::new())
+    }
+
+    /// As [`Self::exec`], until `cancel` ends it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::exec`].
+    fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError>;
 
     /// Opens a live interpreter.
     ///

@@ -100,6 +100,8 @@ pub enum Exit {
         #[serde(rename = "elapsed_seconds", with = "super::seconds")]
         elapsed: Duration,
     },
+    /// It was ended from outside, by a [`Cancel`](super::Cancel).
+    Cancelled,
     /// It failed for want of memory.
     OutOfMemory {
         /// The memory it could have, in bytes.
@@ -137,6 +139,7 @@ impl fmt::Display for Exit {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Exited { code } => write!(formatter, "exited with code {code}"),
+            Self::Cancelled => formatter.write_str("was cancelled"),
             Self::OutOfFuel { limit } => {
                 write!(formatter, "ran out of fuel: used {limit} of {limit}")
             }

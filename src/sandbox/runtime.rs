@@ -12,6 +12,7 @@ use wasmtime::{Config, Engine, InstancePre, Linker, Module, Store};
 
 use super::bridge::{Dialogue, DialogueOutcome};
 use super::cache::CacheFolder;
+use super::cancel::Cancel;
 use super::compiled::{CompiledGuest, Progress};
 use super::error::SandboxError;
 use super::guest::Guest;
@@ -284,15 +285,23 @@ impl WasmRuntime {
         request: &ExecRequest,
         limits: &Limits,
     ) -> Result<ExecOutcome, SandboxError> {
+        self.exec_cancellable(request, limits, &Cancel::new())
+    }
+
+    /// As [`Self::exec`], until `cancel` ends it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::exec`].
+    pub fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
         // While others use all instances, wait: as long as the program itself might take.
         let mut instance = Lease::new(self, limits, limits.deadline)?;
-        if request.seed.is_some() {
-            return instance.step(request);
-        }
-        instance.step(&ExecRequest {
-            seed: Some(0),
-            ..request.clone()
-        })
+        instance.step(request, Some(0), cancel)
     }
 
     /// Opens a live interpreter.
@@ -352,8 +361,13 @@ impl WasmRuntime {
 }
 
 impl Sandbox for WasmRuntime {
-    fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError> {
-        Self::exec(self, request, limits)
+    fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
+        Self::exec_cancellable(self, request, limits, cancel)
     }
 
     fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {

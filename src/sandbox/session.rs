@@ -1,5 +1,6 @@
 //! A live interpreter over many steps.
 
+use super::cancel::Cancel;
 use super::error::SandboxError;
 use super::outcome::{ExecOutcome, ExecRequest, Exit};
 use super::pool::Lease;
@@ -75,9 +76,22 @@ impl Session {
     /// Returns [`SandboxError::SessionEnded`] after a step that ended the session, or another
     /// error if the sandbox is at fault. Whatever the program does is in the outcome.
     pub fn step(&mut self, request: &ExecRequest) -> Result<ExecOutcome, SandboxError> {
+        self.step_cancellable(request, &Cancel::new())
+    }
+
+    /// As [`Self::step`], until `cancel` ends it, and the session with it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::step`].
+    pub fn step_cancellable(
+        &mut self,
+        request: &ExecRequest,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
         match &mut self.place {
-            Place::Here(session) => session.step(request),
-            Place::Worker(session) => session.step(request),
+            Place::Here(session) => session.step(request, cancel),
+            Place::Worker(session) => session.step(request, cancel),
         }
     }
 
@@ -139,16 +153,14 @@ struct LocalSession {
 }
 
 impl LocalSession {
-    fn step(&mut self, request: &ExecRequest) -> Result<ExecOutcome, SandboxError> {
-        if self.is_seeded || request.seed.is_some() {
-            self.is_seeded = true;
-            return self.instance.step(request);
-        }
+    fn step(
+        &mut self,
+        request: &ExecRequest,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
+        let default_seed = (!self.is_seeded).then_some(0);
         self.is_seeded = true;
-        self.instance.step(&ExecRequest {
-            seed: Some(0),
-            ..request.clone()
-        })
+        self.instance.step(request, default_seed, cancel)
     }
 
     fn fork(&mut self, count: usize) -> Result<Vec<Self>, SandboxError> {

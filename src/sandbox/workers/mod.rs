@@ -30,7 +30,7 @@ use wire::{Answer, Call, Frame};
 
 use super::compiled::Progress;
 use super::{
-    Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Limits, RuntimeOptions, Sandbox,
+    Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Limits, RuntimeOptions, Sandbox,
     SandboxError, Session, Snapshot, WasmRuntime,
 };
 
@@ -74,7 +74,8 @@ pub struct Workers {
 #[derive(Debug)]
 struct Inner {
     processes: Vec<Process>,
-    next_session: AtomicU64,
+    /// For sessions and calls.
+    next_number: AtomicU64,
 }
 
 impl Workers {
@@ -95,7 +96,7 @@ impl Workers {
         Ok(Self {
             inner: Arc::new(Inner {
                 processes,
-                next_session: AtomicU64::new(0),
+                next_number: AtomicU64::new(0),
             }),
         })
     }
@@ -110,9 +111,26 @@ impl Workers {
         request: &ExecRequest,
         limits: &Limits,
     ) -> Result<ExecOutcome, SandboxError> {
+        self.exec_cancellable(request, limits, &Cancel::new())
+    }
+
+    /// As [`Self::exec`], until `cancel` ends it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::exec`].
+    pub fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
         limits.validate()?;
+        let number = self.new_number();
+        let _telling = cancel.on_cancel(self.canceller(number));
         let call = Frame {
             head: Call::Exec {
+                number,
                 request: request.clone(),
                 limits: limits.clone(),
             },
@@ -169,7 +187,7 @@ impl Workers {
         limits: &Limits,
         call: impl Fn(u64) -> Frame<Call>,
     ) -> Result<Session, SandboxError> {
-        let id = self.new_session();
+        let id = self.new_number();
         // An open session that nobody has heard of yet can as well be opened elsewhere.
         let (index, generation, answer) = self.ask_any_of(&call(id), SESSION_CALL)?;
         done(answer)?;
@@ -182,8 +200,24 @@ impl Workers {
         )))
     }
 
-    fn new_session(&self) -> u64 {
-        self.inner.next_session.fetch_add(1, Ordering::Relaxed)
+    /// Returns a number for a session or a call, which no other one has.
+    fn new_number(&self) -> u64 {
+        self.inner.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Returns what cancels a call in whatever worker it is.
+    fn canceller(&self, number: u64) -> impl Fn() + Send + 'static {
+        let workers = self.clone();
+        move || {
+            let call = Frame {
+                head: Call::Cancel { number },
+                blobs: Vec::new(),
+            };
+            for process in &workers.inner.processes {
+                // A worker that cannot be asked runs nothing.
+                let _ = process.ask(&call, SESSION_CALL);
+            }
+        }
     }
 
     fn process(&self, index: usize) -> &Process {
@@ -228,8 +262,13 @@ impl Workers {
 }
 
 impl Sandbox for Workers {
-    fn exec(&self, request: &ExecRequest, limits: &Limits) -> Result<ExecOutcome, SandboxError> {
-        Self::exec(self, request, limits)
+    fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
+        Self::exec_cancellable(self, request, limits, cancel)
     }
 
     fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {

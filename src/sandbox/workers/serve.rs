@@ -1,6 +1,6 @@
 //! The worker's side: one runtime, and a thread for each connection.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -9,10 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::pass::receive_connection;
 use super::wire::{Answer, Call, Frame, Hello};
 use crate::sandbox::{
-    Dialogue, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError, Session, Snapshot,
-    WasmRuntime,
+    Cancel, Dialogue, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError, Session,
+    Snapshot, WasmRuntime,
 };
 
+/// Cancellations that are remembered for programs which have not begun.
+const MAX_CANCELLED: usize = 1024;
 /// The largest snapshot that is resumed, packed or unpacked.
 const MAX_SNAPSHOT: u64 = 5 << 30;
 
@@ -35,6 +37,7 @@ pub fn serve_parent() -> io::Result<()> {
     let worker = Arc::new(Worker {
         runtime,
         sessions: Mutex::default(),
+        programs: Mutex::default(),
     });
     // The end of the control connection ends the process, whatever its guests are doing.
     while let Some(connection) = receive_connection(&control)? {
@@ -76,6 +79,41 @@ fn load(hello: Frame<Hello>) -> Result<WasmRuntime, SandboxError> {
 struct Worker {
     runtime: WasmRuntime,
     sessions: Mutex<HashMap<u64, Arc<Mutex<Session>>>>,
+    programs: Mutex<Programs>,
+}
+
+/// The programs that run, and how they are cancelled.
+#[derive(Default)]
+struct Programs {
+    running: HashMap<u64, Cancel>,
+    /// Cancelled while they did not run: they may be on their way, or over.
+    cancelled: VecDeque<u64>,
+}
+
+impl Programs {
+    fn cancel(&mut self, number: u64) {
+        if let Some(cancel) = self.running.get(&number) {
+            cancel.cancel();
+            return;
+        }
+        if self.cancelled.len() == MAX_CANCELLED {
+            self.cancelled.pop_front();
+        }
+        self.cancelled.push_back(number);
+    }
+}
+
+/// A program in [`Programs`], until this is dropped.
+struct Running<'a> {
+    worker: &'a Worker,
+    number: u64,
+    cancel: Cancel,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        locked(&self.worker.programs).running.remove(&self.number);
+    }
 }
 
 impl Worker {
@@ -102,8 +140,16 @@ impl Worker {
             blobs: Vec::new(),
         };
         Ok(match call.head {
-            Call::Exec { request, limits } => {
-                Answer::outcome(self.runtime.exec(&request, &limits)?, true)
+            Call::Exec {
+                number,
+                request,
+                limits,
+            } => {
+                let running = self.begin(number);
+                let outcome = self
+                    .runtime
+                    .exec_cancellable(&request, &limits, &running.cancel);
+                Answer::outcome(outcome?, true)
             }
             Call::Converse { callee, caller } => {
                 let outcome = self.runtime.converse(&Dialogue {
@@ -123,10 +169,15 @@ impl Worker {
                 self.keep(session, self.runtime.session(&limits)?);
                 done(Answer::Done)
             }
-            Call::Step { session, request } => {
+            Call::Step {
+                number,
+                session,
+                request,
+            } => {
                 let session = self.session(session)?;
                 let mut session = locked(&session);
-                let outcome = session.step(&request)?;
+                let running = self.begin(number);
+                let outcome = session.step_cancellable(&request, &running.cancel)?;
                 Answer::outcome(outcome, session.ended().is_some())
             }
             Call::Fork { session, children } => {
@@ -155,7 +206,25 @@ impl Worker {
                 locked(&self.sessions).remove(&session);
                 done(Answer::Done)
             }
+            Call::Cancel { number } => {
+                locked(&self.programs).cancel(number);
+                done(Answer::Done)
+            }
         })
+    }
+
+    fn begin(&self, number: u64) -> Running<'_> {
+        let cancel = Cancel::new();
+        let mut programs = locked(&self.programs);
+        if programs.cancelled.contains(&number) {
+            cancel.cancel();
+        }
+        programs.running.insert(number, cancel.clone());
+        Running {
+            worker: self,
+            number,
+            cancel,
+        }
     }
 
     fn keep(&self, id: u64, session: Session) {

@@ -3,7 +3,7 @@
 use super::process::Unreached;
 use super::wire::{Answer, Call, Frame};
 use super::{GRACE, SESSION_CALL, Workers, done, outcome, unexpected};
-use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, SandboxError, Snapshot};
+use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit, Limits, SandboxError, Snapshot};
 
 /// The handle to a session in a worker; dropped, it closes the session.
 #[derive(Debug)]
@@ -37,8 +37,12 @@ impl WorkerSession {
     pub(in crate::sandbox) fn step(
         &mut self,
         request: &ExecRequest,
+        cancel: &Cancel,
     ) -> Result<ExecOutcome, SandboxError> {
+        let number = self.workers.new_number();
+        let _telling = cancel.on_cancel(self.workers.canceller(number));
         let call = Call::Step {
+            number,
             session: self.id,
             request: request.clone(),
         };
@@ -51,7 +55,7 @@ impl WorkerSession {
     }
 
     pub(in crate::sandbox) fn fork(&mut self, count: usize) -> Result<Vec<Self>, SandboxError> {
-        let children: Vec<_> = (0..count).map(|_| self.workers.new_session()).collect();
+        let children: Vec<_> = (0..count).map(|_| self.workers.new_number()).collect();
         let call = Call::Fork {
             session: self.id,
             children: children.clone(),

@@ -117,6 +117,7 @@ impl Hello {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Call {
     Exec {
+        number: u64,
         request: ExecRequest,
         limits: Limits,
     },
@@ -130,6 +131,7 @@ pub(super) enum Call {
         limits: Limits,
     },
     Step {
+        number: u64,
         session: u64,
         request: ExecRequest,
     },
@@ -147,6 +149,10 @@ pub(super) enum Call {
     },
     Close {
         session: u64,
+    },
+    /// Ends the program of this number, which may be over or not begun.
+    Cancel {
+        number: u64,
     },
 }
 

@@ -6,9 +6,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
+use rstest::rstest;
 use wardian::sandbox::{
-    CacheFolder, ExecOutcome, ExecRequest, Exit, Guest, Limits, Progress, RuntimeOptions,
-    SandboxError, WasmRuntime,
+    CacheFolder, Cancel, ExecOutcome, ExecRequest, Exit, Guest, Limits, Meter, Progress,
+    RuntimeOptions, SandboxError, WasmRuntime,
 };
 
 /// `step` does what the first letter of the program says.
@@ -437,4 +438,36 @@ fn an_unusable_cache_is_done_without() {
             .exit
             .is_success()
     );
+}
+
+#[rstest]
+#[case(Meter::Loops)]
+#[case(Meter::Instructions)]
+fn a_cancelled_program_ends(#[case] meter: Meter) {
+    let options = RuntimeOptions {
+        guest: guest(),
+        cache: CacheFolder::Disabled,
+        meter,
+        ..RuntimeOptions::default()
+    };
+    let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
+    let endless = Limits {
+        fuel: i64::MAX as u64,
+        deadline: Duration::from_secs(600),
+        ..limits()
+    };
+    let cancel = Cancel::new();
+    let outcome = std::thread::scope(|scope| {
+        let program =
+            scope.spawn(|| runtime.exec_cancellable(&ExecRequest::new("L"), &endless, &cancel));
+        std::thread::sleep(Duration::from_millis(50));
+        cancel.cancel();
+        program.join().unwrap().unwrap()
+    });
+    assert_eq!(outcome.exit, Exit::Cancelled);
+    // What is cancelled already does not begin.
+    let outcome = runtime.exec_cancellable(&ExecRequest::new("L"), &endless, &cancel);
+    assert_eq!(outcome.unwrap().exit, Exit::Cancelled);
+    let outcome = runtime.exec(&ExecRequest::new("N"), &endless).unwrap();
+    assert!(outcome.exit.is_success());
 }

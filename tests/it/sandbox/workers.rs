@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use wardian::grader::{GradeLimits, GradeRequest, Grader as _, UnitTestGrader};
-use wardian::sandbox::{ExecRequest, Exit, Limits, SandboxError, WorkerOptions, Workers};
+use wardian::sandbox::{Cancel, ExecRequest, Exit, Limits, SandboxError, WorkerOptions, Workers};
 
 use super::python;
 
@@ -112,6 +113,34 @@ fn limits_are_refused_with_their_reason() {
     );
 }
 
+#[test]
+fn a_program_in_a_worker_is_cancelled() {
+    let endless = Limits {
+        fuel: i64::MAX as u64,
+        deadline: Duration::from_secs(600),
+        ..Limits::default()
+    };
+    let request = ExecRequest::new("while True: pass");
+    let mut session = workers().session(&endless).unwrap();
+    for is_session in [false, true] {
+        let cancel = Cancel::new();
+        let outcome = std::thread::scope(|scope| {
+            let program = scope.spawn(|| {
+                if is_session {
+                    session.step_cancellable(&request, &cancel)
+                } else {
+                    workers().exec_cancellable(&request, &endless, &cancel)
+                }
+            });
+            std::thread::sleep(Duration::from_millis(100));
+            cancel.cancel();
+            program.join().unwrap().unwrap()
+        });
+        assert_eq!(outcome.exit, Exit::Cancelled);
+    }
+    assert_eq!(session.ended(), Some(&Exit::Cancelled));
+}
+
 /// Programs are lost or doubled by no death of a worker, however often one dies.
 #[test]
 fn every_program_is_answered_once_while_workers_die() {
@@ -122,7 +151,7 @@ fn every_program_is_answered_once_while_workers_die() {
         let killer = scope.spawn(|| {
             let mut killed = BTreeSet::new();
             while !done.load(Ordering::Relaxed) {
-                std::thread::sleep(std::time::Duration::from_millis(150));
+                std::thread::sleep(Duration::from_millis(150));
                 let process = workers.process_ids()[killed.len() % 2];
                 // The other one may still be starting; two deaths under one call are an error.
                 if killed.len() < 4 && killed.insert(process) {
