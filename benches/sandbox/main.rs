@@ -1,36 +1,42 @@
 //! Isolation benchmarks: what a fresh or live interpreter costs per step, beside a native one.
 //!
-//! `cargo bench --bench sandbox [FILTER]`
+//! `cargo bench --bench sandbox [FILTER]`; `cargo bench --bench sandbox -- measure` answers the
+//! requests of `scripts/compare/sandbox.py` instead.
 
 #![expect(
     clippy::print_stdout,
     reason = "a benchmark reports on standard output"
 )]
 
+mod measure;
+
 use std::cell::LazyCell;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use criterion::{Criterion, criterion_group};
+use criterion::{BatchSize, Criterion, Throughput, criterion_group};
 use wardian::grader::{GradeLimits, GradeRequest, Grader as _, UnitTestGrader};
 use wardian::sandbox::{ExecRequest, Limits, RuntimeOptions, WasmRuntime};
 
-const PRINT: &str = "print(1+1)";
-const FUNCTION_ASSERTS: &str = "\
-def add(a, b):
-    return a + b
-assert add(1, 2) == 3
-assert add(-1, 1) == 0
-assert [add(i, i) for i in range(50)][-1] == 98
-";
-const TRACEBACK: &str = "x = [1, 2, 3]\nprint(x[10])";
-const JSON: &str = "\
-import collections, json, re
-text = json.dumps({'a': [1, 2.5, None], 'b': 'text'})
-print(json.loads(text), re.findall(r'\\d+', 'a1b22'), collections.Counter('hello'))
-";
+// `scripts/compare/sandbox.py` runs the same programs.
+const PRINT: &str = include_str!("../steps/print.py");
+const FUNCTION_ASSERTS: &str = include_str!("../steps/function_asserts.py");
+const TRACEBACK: &str = include_str!("../steps/traceback.py");
+const JSON: &str = include_str!("../steps/json.py");
 
+/// What the parent of the forks holds.
+const SESSION_STATE: &str = "\
+import random
+board = [[random.randint(0, 9) for _ in range(9)] for _ in range(9)]
+names = {index: str(index) for index in range(500)}
+squares = (n * n for n in range(1000))
+next(squares)
+";
+/// Children of one call in `session_fork/further`.
+const FURTHER_FORKS: u64 = 16;
+/// Steps of each thread in one iteration of `throughput`.
+const STEPS_PER_THREAD: u64 = 500;
 /// Calls in the comparison at the end.
 const COMPARED_CALLS: u32 = 100;
 
@@ -76,7 +82,7 @@ fn sandbox(criterion: &mut Criterion) {
         ("print", PRINT),
         ("function_asserts", FUNCTION_ASSERTS),
         ("traceback", TRACEBACK),
-        ("json", JSON),
+        ("json_re", JSON),
     ] {
         let request = ExecRequest::new(code);
         group.bench_function(name, |bencher| {
@@ -89,6 +95,8 @@ fn sandbox(criterion: &mut Criterion) {
         let request = ExecRequest::new(PRINT);
         bencher.iter(|| session.step(&request).expect("the sandbox works"));
     });
+    forks(criterion, &runtime);
+    throughput(criterion, &runtime);
     criterion.bench_function("grade/three_asserts", |bencher| {
         let grader = UnitTestGrader::new(Arc::new(runtime.clone()), GradeLimits::default());
         let request = GradeRequest {
@@ -105,6 +113,58 @@ fn sandbox(criterion: &mut Criterion) {
         let python = native_python();
         bencher.iter(|| native_subprocess(&python, PRINT));
     });
+}
+
+/// A fork of a session with some state: into an instance that is used again, and into ones that
+/// are made for it.
+fn forks(criterion: &mut Criterion, runtime: &WasmRuntime) {
+    let mut parent = runtime
+        .session(&Limits::default())
+        .expect("the sandbox works");
+    parent
+        .step(&ExecRequest::new(SESSION_STATE))
+        .expect("the sandbox works");
+    let mut group = criterion.benchmark_group("session_fork");
+    group.bench_function("first", |bencher| {
+        bencher.iter_batched(
+            || (),
+            |()| parent.fork(1).expect("the sandbox works"),
+            BatchSize::PerIteration,
+        );
+    });
+    group.throughput(Throughput::Elements(FURTHER_FORKS));
+    group.bench_function("further", |bencher| {
+        let count = usize::try_from(FURTHER_FORKS).expect("a small number");
+        bencher.iter_batched(
+            || (),
+            |()| parent.fork(count).expect("the sandbox works"),
+            BatchSize::PerIteration,
+        );
+    });
+    group.finish();
+}
+
+/// Fresh steps of several threads at once.
+fn throughput(criterion: &mut Criterion, runtime: &WasmRuntime) {
+    let mut group = criterion.benchmark_group("throughput");
+    let request = ExecRequest::new(PRINT);
+    for threads in [1, 2] {
+        group.throughput(Throughput::Elements(threads * STEPS_PER_THREAD));
+        group.bench_function(format!("{threads}_threads"), |bencher| {
+            bencher.iter(|| {
+                std::thread::scope(|scope| {
+                    for _ in 0..threads {
+                        scope.spawn(|| {
+                            for _ in 0..STEPS_PER_THREAD {
+                                fresh_step(runtime, &request);
+                            }
+                        });
+                    }
+                });
+            });
+        });
+    }
+    group.finish();
 }
 
 /// Returns the median time of a call.
@@ -132,6 +192,15 @@ fn compare() {
          {native:.1?}, ratio native/fresh {:.0}",
         native.as_secs_f64() / fresh.as_secs_f64()
     );
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/compare/sandbox.py");
+    // With the peers that an earlier run of the script has installed.
+    let compared = Command::new("python3")
+        .args([script, "--offline", "--quick", "--bench"])
+        .arg(std::env::current_exe().expect("this program has a path"))
+        .status();
+    if !compared.is_ok_and(|status| status.success()) {
+        println!("{script} did not run: no comparison with other sandboxes");
+    }
 }
 
 criterion_group! {
@@ -141,6 +210,13 @@ criterion_group! {
 }
 
 fn main() {
+    if std::env::args()
+        .nth(1)
+        .is_some_and(|mode| mode == "measure")
+    {
+        measure::serve().expect("standard streams work");
+        return;
+    }
     benches();
     Criterion::default().configure_from_args().final_summary();
     // Under `cargo test` every benchmark is run once, as a test.
