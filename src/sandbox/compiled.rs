@@ -15,11 +15,12 @@ use super::runtime::Meter;
 use super::{meter, snapshot};
 
 /// The sources that shape a snapshot and its meter: part of the cache's key.
-const SNAPSHOT_SOURCES: [&str; 6] = [
+const SNAPSHOT_SOURCES: [&str; 7] = [
     include_str!("snapshot/mod.rs"),
     include_str!("wasi.rs"),
     include_str!("host.rs"),
     include_str!("meter/mod.rs"),
+    include_str!("meter/outline.rs"),
     include_str!("meter/shape.rs"),
     include_str!("meter/rewrite.rs"),
 ];

@@ -12,15 +12,20 @@ use wasmparser::{
     ImportSectionReader, Operator, Parser, TypeSectionReader,
 };
 
-use super::shape::{self, Shape};
-use super::{BULK_SHIFT, GROWTH, HEAVIEST, HOST_CALL, LARGE, MARK, METER, REFILL, malformed};
+use super::outline;
+use super::shape::{Shape, Weight};
+use super::{
+    BULK_SHIFT, GROWTH, HEAVIEST, HOST_CALL, LARGE, MARK, MARKED, METER, REFILL, malformed,
+};
 use crate::sandbox::error::SandboxError;
 
 /// Returns the module with its charges, and without its custom sections.
 pub(super) fn rewrite(wasm: &[u8], shape: &Shape) -> Result<Vec<u8>, SandboxError> {
+    let charged = shape.charged();
     let mut rewriter = Rewriter {
         shape,
-        charged: shape.charged(),
+        weights: shape.weigh(&charged),
+        charged,
         refill: shape.refill.unwrap_or(shape.imports),
         meter: shape.globals,
         mark: shape.globals + 1,
@@ -37,6 +42,7 @@ struct Rewriter<'a> {
     shape: &'a Shape,
     /// The functions that are charged at entry.
     charged: Vec<bool>,
+    weights: Vec<Weight>,
     refill: u32,
     meter: u32,
     mark: u32,
@@ -135,8 +141,8 @@ impl Reencode for Rewriter<'_> {
         }
         let mut function = Function::new(locals);
         if self.charged[index] {
-            let otherwise = Otherwise::ask_if(outline.operators >= LARGE);
-            self.charge(&mut function, weight(outline.operators), otherwise);
+            let units = units(self.weights[index]);
+            self.charge(&mut function, units, Otherwise::ask_if(units >= LARGE));
         }
         let mut loops = outline.loops.iter();
         let mut operators = body.get_operators_reader()?;
@@ -145,8 +151,7 @@ impl Reencode for Rewriter<'_> {
             let is_loop = matches!(operator, Operator::Loop { .. });
             match operator {
                 Operator::Call { function_index } if Some(function_index) == self.shape.refill => {
-                    function.instructions().global_get(self.meter);
-                    self.settle(&mut function, Otherwise::Ask);
+                    self.charge(&mut function, MARKED, Otherwise::Ask);
                     continue;
                 }
                 Operator::Call { function_index } | Operator::ReturnCall { function_index }
@@ -164,9 +169,11 @@ impl Reencode for Rewriter<'_> {
             }
             function.instruction(&self.instruction(operator)?);
             if is_loop {
-                let outline_of_loop = loops.next().expect("counted before");
-                let otherwise = Otherwise::in_loop(outline, outline_of_loop);
-                self.charge(&mut function, weight(outline_of_loop.operators), otherwise);
+                let outline = loops.next().expect("counted before");
+                if !outline.is_marked {
+                    let (units, otherwise) = self.iteration(outline);
+                    self.charge(&mut function, units, otherwise);
+                }
             }
         }
         code.function(&function);
@@ -175,6 +182,17 @@ impl Reencode for Rewriter<'_> {
 }
 
 impl Rewriter<'_> {
+    /// Weighs a loop.
+    ///
+    /// The host is asked in loops that call through pointers, hold other loops or are large:
+    /// iterators, callbacks, interpreters.
+    fn iteration(&self, outline: &outline::Loop) -> (u32, Otherwise) {
+        let weight = Weight::of(&outline.work, &self.charged, |callee| self.weights[callee]);
+        let units = units(weight);
+        let asks = weight.calls_indirectly || outline.has_loop || units >= LARGE;
+        (units, Otherwise::ask_if(asks))
+    }
+
     fn charge(&self, function: &mut Function, weight: u32, otherwise: Otherwise) {
         function
             .instructions()
@@ -222,15 +240,13 @@ impl Otherwise {
     fn ask_if(condition: bool) -> Self {
         if condition { Self::Ask } else { Self::Trap }
     }
-
-    /// The host is asked in loops that call through pointers or are large: iterators, callbacks,
-    /// interpreters. Where the guest says itself where to ask, it is asked there only.
-    fn in_loop(function: &shape::Function, outline: &shape::Loop) -> Self {
-        let is_heavy = outline.has_indirect_call || outline.operators >= LARGE;
-        Self::ask_if(is_heavy && !function.is_marked)
-    }
 }
 
-fn weight(operators: u32) -> u32 {
-    operators.clamp(1, HEAVIEST)
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "clamped to a range of u32"
+)]
+fn units(weight: Weight) -> u32 {
+    weight.operators.round().clamp(1.0, HEAVIEST.into()) as u32
 }

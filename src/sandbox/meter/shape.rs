@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use wasmparser::{ElementItems, FuncType, FunctionBody, Operator, Parser, Payload, TypeRef};
+use wasmparser::{ElementItems, FuncType, FunctionBody, Parser, Payload, TypeRef};
 
+use super::outline::{Function, Work};
 use super::{MARK, METER, REFILL, malformed, unmetered};
 use crate::sandbox::error::SandboxError;
 
@@ -22,29 +23,6 @@ pub(super) struct Shape {
     pub(super) functions: Vec<Function>,
     /// Whether each function's address is taken.
     is_indirect: Vec<bool>,
-}
-
-/// One function in outline. Operators are counted as wasmtime counts fuel.
-#[derive(Debug, Default)]
-pub(super) struct Function {
-    pub(super) ty: u32,
-    pub(super) operators: u32,
-    /// Its loops in the order of their heads.
-    pub(super) loops: Vec<Loop>,
-    /// Whether it calls `meter.refill` itself.
-    pub(super) is_marked: bool,
-    pub(super) has_bulk: bool,
-    /// Numbers of the functions with code that it calls.
-    calls: Vec<u32>,
-    /// Types of its indirect calls.
-    indirect_calls: Vec<u32>,
-}
-
-/// One loop, without the loops in it.
-#[derive(Debug, Default)]
-pub(super) struct Loop {
-    pub(super) operators: u32,
-    pub(super) has_indirect_call: bool,
 }
 
 impl Shape {
@@ -86,9 +64,9 @@ impl Shape {
                 Payload::GlobalSection(section) => shape.globals = section.count(),
                 Payload::ExportSection(section) => {
                     for export in section {
-                        let export = export.map_err(malformed)?;
-                        if export.name == METER || export.name == MARK {
-                            return Err(unmetered(format!("it exports `{}`", export.name)));
+                        let name = export.map_err(malformed)?.name;
+                        if name == METER || name == MARK {
+                            return Err(unmetered(format!("it exports `{name}`")));
                         }
                     }
                 }
@@ -117,11 +95,14 @@ impl Shape {
                 *shape
                     .is_indirect
                     .get_mut(index as usize)
-                    .ok_or_else(|| unmetered("malformed: a function index without a function"))? =
-                    true;
+                    .ok_or_else(|| unmetered("malformed: an index without a definition"))? = true;
             }
         }
         Ok(shape)
+    }
+
+    fn outline(&self, ty: u32, body: &FunctionBody<'_>) -> wasmparser::Result<Function> {
+        Function::outline(ty, body, self.imports, self.refill)
     }
 
     /// Names equal types by one index, as indirect calls do not tell them apart.
@@ -131,66 +112,18 @@ impl Shape {
             .zip(types)
             .map(|(index, ty)| *firsts.entry(ty).or_insert(index))
             .collect();
+        let functions = u32::try_from(self.functions.len()).map_err(malformed)?;
         for function in &mut self.functions {
             for ty in std::iter::once(&mut function.ty).chain(&mut function.indirect_calls) {
                 *ty = *unified
                     .get(*ty as usize)
                     .ok_or_else(|| unmetered("malformed: a type index without a type"))?;
             }
+            if function.calls.iter().any(|&callee| callee >= functions) {
+                return Err(unmetered("malformed: an index without a definition"));
+            }
         }
         Ok(())
-    }
-
-    fn outline(&self, ty: u32, body: &FunctionBody<'_>) -> wasmparser::Result<Function> {
-        let mut function = Function {
-            ty,
-            ..Function::default()
-        };
-        // Open blocks: for a loop, its number.
-        let mut blocks: Vec<Option<usize>> = Vec::new();
-        let mut operators = body.get_operators_reader()?;
-        while !operators.eof() {
-            let operator = operators.read()?;
-            let innermost = blocks.iter().rev().find_map(|block| *block);
-            if !is_free(&operator) {
-                function.operators += 1;
-                if let Some(index) = innermost {
-                    function.loops[index].operators += 1;
-                }
-            }
-            match operator {
-                Operator::Loop { .. } => {
-                    blocks.push(Some(function.loops.len()));
-                    function.loops.push(Loop::default());
-                }
-                Operator::Block { .. } | Operator::If { .. } => blocks.push(None),
-                Operator::End => {
-                    blocks.pop();
-                }
-                Operator::Call { function_index } | Operator::ReturnCall { function_index } => {
-                    function.is_marked |= Some(function_index) == self.refill;
-                    if let Some(index) = function_index.checked_sub(self.imports) {
-                        function.calls.push(index);
-                    }
-                }
-                Operator::CallIndirect { type_index, .. }
-                | Operator::ReturnCallIndirect { type_index, .. } => {
-                    function.indirect_calls.push(type_index);
-                    if let Some(index) = innermost {
-                        function.loops[index].has_indirect_call = true;
-                    }
-                }
-                Operator::MemoryCopy { .. } | Operator::MemoryFill { .. } => {
-                    function.has_bulk = true;
-                }
-                _ => {}
-            }
-        }
-        function.calls.sort_unstable();
-        function.calls.dedup();
-        function.indirect_calls.sort_unstable();
-        function.indirect_calls.dedup();
-        Ok(function)
     }
 
     /// Chooses the functions to charge at entry, so that every cycle of the call graph has one.
@@ -239,19 +172,56 @@ impl Shape {
         }
         is_free.into_iter().map(|is_free| !is_free).collect()
     }
+
+    /// Weighs each function: its own work outside of loops and that of the free functions it calls.
+    pub(super) fn weigh(&self, charged: &[bool]) -> Vec<Weight> {
+        let mut weights = vec![None; self.functions.len()];
+        // Callees first: a function waits on the stack for its free callees, which are in no cycle.
+        for root in 0..self.functions.len() {
+            let mut stack = vec![root];
+            while let Some(&index) = stack.last() {
+                let unknown = stack.len();
+                let function = &self.functions[index];
+                for &callee in &function.calls {
+                    let callee = callee as usize;
+                    if !charged[callee] && callee != index && weights[callee].is_none() {
+                        stack.push(callee);
+                    }
+                }
+                if stack.len() == unknown {
+                    weights[index] = Some(Weight::of(&function.work, charged, |callee| {
+                        weights[callee].unwrap_or_default()
+                    }));
+                    stack.pop();
+                }
+            }
+        }
+        weights.into_iter().map(Option::unwrap_or_default).collect()
+    }
 }
 
-/// Whether wasmtime counts the operator as no fuel.
-fn is_free(operator: &Operator<'_>) -> bool {
-    matches!(
-        operator,
-        Operator::Nop
-            | Operator::Drop
-            | Operator::Block { .. }
-            | Operator::Loop { .. }
-            | Operator::Unreachable
-            | Operator::Return
-            | Operator::Else
-            | Operator::End
-    )
+/// What a stretch of code is expected to take, with the free functions it calls.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Weight {
+    pub(super) operators: f64,
+    /// Whether it calls something through a pointer.
+    pub(super) calls_indirectly: bool,
+}
+
+impl Weight {
+    /// Adds to a stretch's own work that of the free functions in it.
+    pub(super) fn of(work: &Work, charged: &[bool], weight: impl Fn(usize) -> Self) -> Self {
+        let mut sum = Self {
+            operators: work.operators,
+            calls_indirectly: work.calls_indirectly,
+        };
+        for &(callee, times) in &work.calls {
+            if !charged[callee as usize] {
+                let callee = weight(callee as usize);
+                sum.operators += times * callee.operators;
+                sum.calls_indirectly |= callee.calls_indirectly;
+            }
+        }
+        sum
+    }
 }

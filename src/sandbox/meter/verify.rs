@@ -67,10 +67,10 @@ struct Calls {
 enum Inserted {
     /// A charge of at least one unit.
     Charge,
+    /// One that asks the host.
+    Question,
     /// A charge for the length that it leaves on the stack.
     Bulk,
-    /// A question to the host and no charge.
-    Question,
 }
 
 impl Facts {
@@ -191,7 +191,6 @@ impl Facts {
             {
                 (Inserted::Bulk, 9)
             }
-            [Operator::GlobalGet { global_index: a }, ..] if is_meter(a) => (Inserted::Question, 1),
             _ => return None,
         };
         let asks = match *operators.get(taken..)? {
@@ -217,35 +216,52 @@ impl Facts {
             ] if global_index == self.mark && function_index == self.refill => true,
             _ => return None,
         };
-        (asks || kind != Inserted::Question).then_some((kind, taken + 5))
+        match (kind, asks) {
+            (Inserted::Charge, true) => Some((Inserted::Question, taken + 5)),
+            (_, true) => None,
+            (kind, false) => Some((kind, taken + 5)),
+        }
     }
 
     fn check_body(&self, operators: &[Operator<'_>]) -> Result<Calls, String> {
         let mut calls = Calls::default();
+        // Open blocks, and whether each still owes a mark.
+        let mut owing: Vec<bool> = Vec::new();
         let mut before = None;
-        let mut loop_unpaid = false;
         let mut position = 0;
         while position < operators.len() {
             if let Some((inserted, length)) = self.inserted(&operators[position..]) {
-                let pays = inserted == Inserted::Charge;
-                calls.pays_at_entry |= position == 0 && pays;
-                if loop_unpaid && !pays {
-                    return Err("a loop does not start with a charge".to_owned());
+                calls.pays_at_entry |= position == 0 && inserted != Inserted::Bulk;
+                let is_at_head =
+                    position > 0 && matches!(operators[position - 1], Operator::Loop { .. });
+                if is_at_head && inserted != Inserted::Bulk {
+                    owing.last_mut().into_iter().for_each(|owes| *owes = false);
+                } else if inserted == Inserted::Question {
+                    owing.fill(false);
                 }
-                loop_unpaid = false;
                 before = Some(inserted);
                 position += length;
                 continue;
             }
-            if loop_unpaid {
-                return Err("a loop does not start with a charge".to_owned());
-            }
             let operator = &operators[position];
+            let has_paid = matches!(before, Some(Inserted::Charge | Inserted::Question));
             let is_paid = match *operator {
                 Operator::Loop { .. } => {
-                    loop_unpaid = true;
+                    owing.push(true);
                     true
                 }
+                Operator::Block { .. } | Operator::If { .. } | Operator::TryTable { .. } => {
+                    owing.push(false);
+                    true
+                }
+                Operator::End => {
+                    if owing.pop() == Some(true) {
+                        return Err("a loop does not pay".to_owned());
+                    }
+                    true
+                }
+                // Another shape of blocks.
+                Operator::Try { .. } | Operator::Delegate { .. } => false,
                 Operator::GlobalGet { global_index } | Operator::GlobalSet { global_index } => {
                     global_index != self.meter && global_index != self.mark
                 }
@@ -255,7 +271,7 @@ impl Facts {
                             calls.direct.push(index);
                             true
                         }
-                        None => function_index != self.refill && before == Some(Inserted::Charge),
+                        None => function_index != self.refill && has_paid,
                     }
                 }
                 Operator::CallIndirect { type_index, .. }
@@ -267,7 +283,7 @@ impl Facts {
                     calls.taken.push(function_index);
                     true
                 }
-                Operator::MemoryGrow { .. } => before == Some(Inserted::Charge),
+                Operator::MemoryGrow { .. } => has_paid,
                 Operator::MemoryCopy { .. } | Operator::MemoryFill { .. } => {
                     before == Some(Inserted::Bulk)
                 }
