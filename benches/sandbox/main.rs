@@ -9,9 +9,10 @@
 )]
 
 mod measure;
+mod soak;
 
 use std::cell::LazyCell;
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -209,18 +210,21 @@ criterion_group! {
     targets = sandbox
 }
 
-fn main() {
-    if std::env::args()
-        .nth(1)
-        .is_some_and(|mode| mode == "measure")
-    {
-        measure::serve().expect("standard streams work");
-        return;
+fn main() -> ExitCode {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    match arguments.first().map(String::as_str) {
+        Some("measure") => {
+            measure::serve().expect("standard streams work");
+            return ExitCode::SUCCESS;
+        }
+        Some("soak") => return soak::run(arguments.get(1).and_then(|steps| steps.parse().ok())),
+        _ => {}
     }
     benches();
     Criterion::default().configure_from_args().final_summary();
     // Under `cargo test` every benchmark is run once, as a test.
-    if std::env::args().any(|argument| argument == "--bench") {
+    if arguments.iter().any(|argument| argument == "--bench") {
         compare();
     }
+    ExitCode::SUCCESS
 }

@@ -14,11 +14,13 @@ mod layers;
 mod units;
 mod validate;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::sandbox::{Meter, Restore};
 use crate::task::Split;
 
 pub use error::{ConfigError, Issue};
@@ -228,6 +230,20 @@ pub struct SandboxConfig {
     /// Standard output and error kept of one tool call, each; 64KiB unless given.
     #[serde(with = "units::byte_size")]
     pub output: ByteSize,
+    /// Wheels, pure Python ones, whose packages programs and submissions can import; none unless
+    /// given.
+    pub wheels: Vec<PathBuf>,
+    /// Processes that guests run in; 0, which is the default, for this process. As many as there
+    /// are cores suit programs that use much memory, and confine a crash of the sandbox.
+    pub workers: usize,
+    /// How an interpreter is made fresh; `in-place` unless given. `reinstantiate` is slower and
+    /// leans on fewer proofs.
+    pub restore: Restore,
+    /// Fresh interpreters of which one is compared with the original, all of its memory; 0, which
+    /// is the default, for none.
+    pub audit_every: u32,
+    /// How fuel is counted; `loops` unless given. `instructions` is exact and much slower.
+    pub meter: Meter,
 }
 
 impl Default for SandboxConfig {
@@ -238,6 +254,11 @@ impl Default for SandboxConfig {
             deadline: Duration::from_secs(10),
             grade_deadline: Duration::from_secs(20),
             output: ByteSize::kib(64),
+            wheels: Vec::new(),
+            workers: 0,
+            restore: Restore::default(),
+            audit_every: 0,
+            meter: Meter::default(),
         }
     }
 }

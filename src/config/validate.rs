@@ -10,6 +10,8 @@ use super::{ConfigError, Issue, RunConfig, TrainMode};
 const MEMORY: (ByteSize, ByteSize) = (ByteSize::mib(64), ByteSize::gib(4));
 
 /// Longer than any scoring, short enough that a lost call does not look like a hung run.
+/// More processes than any machine has cores.
+const MAX_WORKERS: usize = 1024;
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
 
 /// More episodes, turns or tokens than any machine has memory for; products of two still fit.
@@ -179,6 +181,12 @@ impl RunConfig {
                 "make it from 10ms to 10m",
             );
         }
+        issues.require(
+            sandbox.workers <= MAX_WORKERS,
+            "sandbox.workers",
+            sandbox.workers,
+            "make it at most 1024; one for each core is best",
+        );
         issues.require(
             sandbox.output >= ByteSize::b(256) && sandbox.output <= ByteSize::mib(64),
             "sandbox.output",

@@ -8,6 +8,8 @@ mod codec;
 mod unit_test;
 mod verdict;
 
+#[cfg(any(fuzzing, test))]
+pub use codec::fuzz_value;
 pub use unit_test::{GradeLimits, UnitTestGrader};
 pub use verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, VerdictStatus};
 

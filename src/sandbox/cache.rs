@@ -6,7 +6,9 @@
 //!
 //! Loading machine code trusts whoever wrote it. So the folder and its files are for their owner
 //! only, and are used only if they belong to the current user, nobody else may write them, and
-//! the content has the hash it was stored under.
+//! the content has the hash it was stored under. That hash guards against damage, not against the
+//! user, who could change it as well; so it is computed once for each file, and again when the
+//! kernel's times say that the file was touched.
 
 use std::fs::{DirBuilder, File, Metadata, Permissions};
 use std::io::{self, Write as _};
@@ -26,6 +28,8 @@ const OVERRIDE: &str = "WARDIAN_CACHE";
 const KEPT: usize = 4;
 const CODE: &str = "cwasm";
 const IMAGE: &str = "image";
+/// Beside a file whose hash was found right: which file that was.
+const SEEN: &str = "seen";
 
 /// A prepared guest, in open files.
 #[derive(Debug)]
@@ -115,7 +119,7 @@ impl Cache {
         let [Ok(id), Ok(code), Ok(image)] = hashes[..] else {
             return Ok(None);
         };
-        // Hashing is most of what a warm load does.
+        // Hashing is most of what a first load does.
         let (code, image) = rayon::join(
             || self.open_file(&code, CODE),
             || self.open_file(&image, IMAGE),
@@ -134,6 +138,15 @@ impl Cache {
         let mut file = file.into_file();
         let metadata = file.metadata().map_err(|source| self.error(source))?;
         self.check_owner(&path, &metadata)?;
+        let seen_path = path.with_extension(format!("{extension}.{SEEN}"));
+        let identity = identity(&metadata);
+        if self
+            .absent_is_none(fs_err::read_to_string(&seen_path))?
+            .as_ref()
+            == Some(&identity)
+        {
+            return Ok(Some(file));
+        }
         let mut hasher = Hasher::new();
         hasher
             .update_reader(&mut file)
@@ -142,6 +155,8 @@ impl Cache {
             tracing::warn!(path = %path.display(), "cached guest is damaged; building it again");
             return Ok(None);
         }
+        // In a folder that cannot be written, each load hashes.
+        let _ = self.write(&seen_path, |file| file.write_all(identity.as_bytes()));
         Ok(Some(file))
     }
 
@@ -229,10 +244,10 @@ impl Cache {
         }
         found.sort();
         let surplus = found.len().saturating_sub(KEPT);
-        found
-            .iter()
-            .take(surplus)
-            .try_for_each(|(_, path)| fs_err::remove_file(path))
+        found.iter().take(surplus).try_for_each(|(_, path)| {
+            let _ = fs_err::remove_file(path.with_extension(format!("{extension}.{SEEN}")));
+            fs_err::remove_file(path)
+        })
     }
 
     fn check_owner(&self, path: &Path, metadata: &Metadata) -> Result<(), SandboxError> {
@@ -271,6 +286,20 @@ impl Cache {
     }
 }
 
+/// What changes when a file is replaced or written to.
+fn identity(metadata: &Metadata) -> String {
+    format!(
+        "{}:{} {} {}.{} {}.{}",
+        metadata.dev(),
+        metadata.ino(),
+        metadata.len(),
+        metadata.mtime(),
+        metadata.mtime_nsec(),
+        metadata.ctime(),
+        metadata.ctime_nsec(),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -300,6 +329,7 @@ mod tests {
         let (_folder, cache) = cache();
         let key = blake3::hash(b"key");
         cache.store(&key, &key, b"code", b"memory").unwrap();
+        cache.load(&key).unwrap().expect("found right, and noted");
         fs_err::write(cache.content_path(&blake3::hash(b"code"), CODE), b"c0de").unwrap();
         assert!(cache.load(&key).unwrap().is_none());
     }

@@ -57,6 +57,14 @@ pub enum SandboxError {
         #[source]
         source: Source,
     },
+    /// A wheel cannot be added to the guest.
+    #[error("the wheel `{}` cannot be used: {reason}", path.display())]
+    Wheel {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The guest's start-up code failed.
     #[error("starting the guest for its snapshot failed; it printed: {output}")]
     Snapshot {
@@ -181,6 +189,12 @@ pub enum SandboxError {
         found: String,
         /// Hash of this runtime's guest.
         expected: String,
+    },
+    /// Arguments are passed as C strings.
+    #[error("argument {index} of the program has a NUL character")]
+    NulInArgument {
+        /// Its position, from 0.
+        index: usize,
     },
     /// The session's interpreter has ended and cannot run another step.
     #[error("the session has ended: its interpreter {exit}; open a new one")]

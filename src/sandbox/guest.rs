@@ -2,20 +2,26 @@
 
 use std::borrow::Cow;
 use std::io::Read as _;
+use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::error::SandboxError;
+use super::wheel::Wheel;
 
 /// CPython for WASI with its standard library inside; `wasm-runtimes/cpython/BUILDINFO` says from
 /// what.
 const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
 
 /// Python modules that the interpreter is started with, by file stem.
-const PYTHON_MODULES: [(&str, &str); 5] = [
+const PYTHON_MODULES: [(&str, &str); 7] = [
     (
         "_wardian",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian.py"),
+    ),
+    (
+        "_wardian_absent",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_absent.py"),
     ),
     (
         "_wardian_candidate",
@@ -28,6 +34,10 @@ const PYTHON_MODULES: [(&str, &str); 5] = [
     (
         "_wardian_values",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian_values.py"),
+    ),
+    (
+        "_wardian_wheels",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_wheels.py"),
     ),
     ("unit_tests", include_str!("../../graders/unit_tests.py")),
 ];
@@ -48,11 +58,7 @@ impl Guest {
     /// Returns the embedded CPython.
     #[must_use]
     pub fn python() -> Self {
-        let modules: Map<String, Value> = PYTHON_MODULES
-            .iter()
-            .map(|(name, source)| ((*name).to_owned(), json!(source)))
-            .collect();
-        Self::embedded(json!({ "modules": modules }).to_string().into_bytes())
+        Self::embedded(python_input(&[]))
     }
 
     /// Returns the embedded module with its input as another process gave it.
@@ -66,6 +72,24 @@ impl Guest {
     /// Returns whether every process of this build has the module.
     pub(super) fn is_embedded(&self) -> bool {
         matches!(self.module, Cow::Borrowed(_))
+    }
+
+    /// Returns the embedded CPython with the packages of some wheels, pure Python ones.
+    ///
+    /// They are unpacked by the guest, inside its sandbox, and imported before its snapshot is
+    /// taken: that is when a wheel whose content is at fault is refused.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a file cannot be read, is too large or is no wheel for this Python.
+    pub fn python_with_wheels(
+        paths: impl IntoIterator<Item = impl AsRef<Path>>,
+    ) -> Result<Self, SandboxError> {
+        let wheels = paths
+            .into_iter()
+            .map(|path| Wheel::read(path.as_ref()))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Self::embedded(python_input(&wheels)))
     }
 
     /// Makes a guest from a module (Wasm or zstd-compressed Wasm) with the interface of
@@ -111,6 +135,26 @@ impl Guest {
     }
 }
 
+/// What CPython's start-up code reads: a line of JSON, then the wheels' bytes.
+fn python_input(wheels: &[Wheel]) -> Vec<u8> {
+    let modules: Map<String, Value> = PYTHON_MODULES
+        .iter()
+        .map(|(name, source)| ((*name).to_owned(), json!(source)))
+        .collect();
+    let sizes: Vec<_> = wheels
+        .iter()
+        .map(|wheel| json!([wheel.name, wheel.bytes.len()]))
+        .collect();
+    let mut input = json!({ "modules": modules, "wheels": sizes })
+        .to_string()
+        .into_bytes();
+    input.push(b'\n');
+    for wheel in wheels {
+        input.extend_from_slice(&wheel.bytes);
+    }
+    input
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,8 +181,10 @@ mod tests {
 
     #[test]
     fn every_boot_module_is_embedded() {
-        let input: Value = serde_json::from_slice(Guest::python().stdin()).unwrap();
-        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let guest = Guest::python();
+        let line = guest.stdin().strip_suffix(b"\n").unwrap();
+        let input: Value = serde_json::from_slice(line).unwrap();
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut expected = Vec::new();
         for folder in ["wasm-runtimes/cpython/boot", "graders"] {
             for entry in fs_err::read_dir(root.join(folder)).unwrap() {

@@ -8,7 +8,7 @@ use super::budget::Budget;
 use super::limits::{Limits, MemoryLimiter};
 use super::pool::Lease;
 
-/// 2026-01-01T00:00:00Z: where every guest's clock starts.
+/// 2026-01-01T00:00:00Z: where a guest's clock starts unless it is set.
 const CLOCK_START_NS: u64 = 1_767_225_600_000_000_000;
 /// What one reading of the clock takes, so that two readings differ.
 const CLOCK_STEP_NS: u64 = 1_000;
@@ -122,9 +122,20 @@ impl Capture {
 }
 
 /// A clock that moves only when it is read or slept on.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct Clock {
     pub(super) elapsed_ns: u64,
+    /// The wall clock when nothing had elapsed.
+    pub(super) start_ns: u64,
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self {
+            elapsed_ns: 0,
+            start_ns: CLOCK_START_NS,
+        }
+    }
 }
 
 impl Clock {
@@ -135,8 +146,15 @@ impl Clock {
     }
 
     pub(super) fn now(&self, is_realtime: bool) -> u64 {
-        let start = if is_realtime { CLOCK_START_NS } else { 0 };
+        let start = if is_realtime { self.start_ns } else { 0 };
         self.elapsed_ns.saturating_add(start)
+    }
+
+    /// Sets the wall clock, to seconds since 1970.
+    pub(super) fn set_wall(&mut self, seconds: u64) {
+        self.start_ns = seconds
+            .saturating_mul(1_000_000_000)
+            .saturating_sub(self.elapsed_ns);
     }
 
     /// Sleeps, in no time.
@@ -179,6 +197,16 @@ mod tests {
         };
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7), draw(8));
+    }
+
+    #[test]
+    fn the_wall_clock_can_be_set() {
+        let mut clock = Clock::default();
+        clock.advance(7_000_000_000);
+        let monotonic = clock.now(false);
+        clock.set_wall(86_400);
+        assert_eq!(clock.now(true), 86_400_000_000_000);
+        assert_eq!(clock.now(false), monotonic);
     }
 
     #[test]

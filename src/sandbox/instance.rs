@@ -51,6 +51,8 @@ pub(super) struct Instance {
     limits: Limits,
     started: Instant,
     ended: Option<Exit>,
+    /// Whether the guest still has the arguments of an earlier step.
+    has_arguments: bool,
 }
 
 struct Exports {
@@ -60,6 +62,8 @@ struct Exports {
     stack_at_rest: i32,
     /// `None` if wasmtime counts.
     gauge: Option<Gauge>,
+    /// Missed only by a program with arguments.
+    args: Option<TypedFunc<i32, ()>>,
     buf: TypedFunc<i32, i32>,
     step: TypedFunc<(i32, i64), i32>,
     serve: TypedFunc<i32, i32>,
@@ -97,6 +101,7 @@ impl Instance {
             limits,
             started: Instant::now(),
             ended: None,
+            has_arguments: false,
         })
     }
 
@@ -242,10 +247,14 @@ impl Instance {
                 limit: MAX_MESSAGE,
             });
         }
+        let arguments = c_strings(&request.argv)?;
         self.refuel()?;
         let host = self.store.data_mut();
         host.budget.heed(cancel);
         host.stdin = Input::new(request.stdin.clone().into_bytes());
+        if let Some(seconds) = request.start_time {
+            host.carried.clock.set_wall(seconds);
+        }
         let seed = request
             .seed
             .or(default_seed)
@@ -254,7 +263,13 @@ impl Instance {
                 (seed & i64::MAX as u64).cast_signed()
             });
 
-        let exit = match self.run_step(code, seed) {
+        if (self.has_arguments || !request.argv.is_empty()) && self.exports.args.is_none() {
+            return Err(SandboxError::MissingExport { name: "args" });
+        }
+        let exit = match self
+            .send_arguments(&arguments)
+            .and_then(|()| self.run_step(code, seed))
+        {
             Ok(exit) => exit,
             Err(error) => self.end(error)?,
         };
@@ -323,6 +338,19 @@ impl Instance {
             memory_bytes: self.exports.memory.data_size(&self.store) as u64,
             wall: self.started.elapsed(),
         }
+    }
+
+    /// Gives the guest its arguments, unless it has none and had none.
+    fn send_arguments(&mut self, arguments: &[u8]) -> wasmtime::Result<()> {
+        let Some(args) = self.exports.args.clone() else {
+            return Ok(());
+        };
+        if arguments.is_empty() && !self.has_arguments {
+            return Ok(());
+        }
+        let length = self.send(arguments)?;
+        self.has_arguments = !arguments.is_empty();
+        self.call(&args, length)
     }
 
     fn run_step(&mut self, code: &[u8], seed: i64) -> wasmtime::Result<Exit> {
@@ -521,12 +549,33 @@ fn instantiate(
                 Some(gauge.ok_or(SandboxError::MissingExport { name: METER })?)
             }
         },
+        args: instance.get_typed_func(&mut store, "args").ok(),
         buf: function!("buf"),
         step: function!("step"),
         serve: function!("serve"),
         reply_ptr: function!("reply_ptr"),
     };
     Ok((store, exports))
+}
+
+/// Writes arguments one after the other, each ended by a NUL.
+fn c_strings(arguments: &[String]) -> Result<Vec<u8>, SandboxError> {
+    if let Some(index) = arguments.iter().position(|text| text.contains('\0')) {
+        return Err(SandboxError::NulInArgument { index });
+    }
+    let size = arguments.iter().map(|text| text.len() + 1).sum();
+    if size > MAX_MESSAGE {
+        return Err(SandboxError::RequestTooLarge {
+            size,
+            limit: MAX_MESSAGE,
+        });
+    }
+    let mut bytes = Vec::with_capacity(size);
+    for text in arguments {
+        bytes.extend_from_slice(text.as_bytes());
+        bytes.push(0);
+    }
+    Ok(bytes)
 }
 
 fn refuel(
@@ -556,5 +605,23 @@ pub(super) fn on_own_stack<T>(
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => result,
         Poll::Pending => unreachable!("no host function or store setting yields"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_c_strings() {
+        let strings = |texts: &[&str]| {
+            let owned: Vec<_> = texts.iter().map(|&text| text.to_owned()).collect();
+            c_strings(&owned)
+        };
+        assert_eq!(strings(&["a", "", "b c"]).unwrap(), b"a\0\0b c\0");
+        assert!(matches!(
+            strings(&["a", "b\0"]),
+            Err(SandboxError::NulInArgument { index: 1 })
+        ));
     }
 }

@@ -6,8 +6,9 @@
 //! [`SandboxError`] is always a fault of ours.
 //!
 //! **What a guest has**: its own linear memory, three standard streams, a virtual clock, seeded
-//! randomness. No files, no sockets, no environment, no threads, no processes: the functions for
-//! them do not exist or answer with an errno. Nothing it does reaches another instance.
+//! randomness. Its files are a tree in that memory, private to the instance and gone with it. No
+//! sockets, no environment, no threads, no processes: the functions for them do not exist. Nothing
+//! it does reaches another instance.
 //!
 //! **How a fresh interpreter is cheap**: the interpreter is started once, at preparation, with
 //! its standard library loaded, and its memory is frozen into the module. An instance maps that
@@ -26,6 +27,8 @@ mod cache;
 mod cancel;
 mod compiled;
 mod error;
+#[cfg(any(fuzzing, test))]
+pub mod fuzzing;
 mod guest;
 mod host;
 mod instance;
@@ -41,6 +44,7 @@ pub(crate) mod seconds;
 mod session;
 mod snapshot;
 mod wasi;
+mod wheel;
 mod workers;
 
 pub use bridge::{Dialogue, DialogueOutcome, Message, Served};

@@ -13,15 +13,23 @@ pub struct ExecRequest {
     pub code: String,
     /// What the program reads from standard input.
     pub stdin: String,
+    /// `sys.argv` after the program's name, which is `main.py`.
+    pub argv: Vec<String>,
     /// Seed of `random` and of the host's random bytes.
     ///
     /// A fresh interpreter without one uses 0, so that a program always does the same; a session
     /// without one carries its random state on.
     pub seed: Option<u64>,
+    /// Where the wall clock stands when the program starts, in seconds since 1970, up to the year
+    /// 2554.
+    ///
+    /// A fresh interpreter without one starts with the year 2026; in a session without one the
+    /// clock runs on.
+    pub start_time: Option<u64>,
 }
 
 impl ExecRequest {
-    /// Makes a request without input or seed.
+    /// Makes a request for a program, and nothing else.
     #[must_use]
     pub fn new(code: impl Into<String>) -> Self {
         Self {

@@ -2,6 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use super::error::SandboxError;
@@ -22,8 +23,9 @@ pub(super) struct Pool {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Fresh instances. The last one is the warmest in the processor's caches.
-    idle: Vec<Instance>,
+    /// Fresh instances, and the threads that restored them. The last one of a thread is the
+    /// warmest in its core's caches.
+    idle: Vec<(ThreadId, Instance)>,
     in_use: u32,
     restored: u64,
     failed: u64,
@@ -68,7 +70,11 @@ impl Pool {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.in_use += 1;
-        Ok(state.idle.pop())
+        let here = std::thread::current().id();
+        let warmest = state.idle.iter().rposition(|(thread, _)| *thread == here);
+        // Rather one that no thread may come back for than the warmest of another thread.
+        let taken = warmest.or_else(|| (!state.idle.is_empty()).then_some(0));
+        Ok(taken.map(|index| state.idle.remove(index).1))
     }
 
     /// Takes back a fresh instance.
@@ -77,7 +83,7 @@ impl Pool {
         state.in_use -= 1;
         state.restored += 1;
         let surplus = if state.idle.len() < MAX_IDLE {
-            state.idle.push(instance);
+            state.idle.push((std::thread::current().id(), instance));
             None
         } else {
             Some(instance)

@@ -2,7 +2,7 @@
 //!
 //! Layout, little-endian: `wardian\0`, format version (u32), then a zstd frame, then the blake3
 //! hash of all before it. In the frame: the guest's hash (32 bytes), whether the session is
-//! seeded (u8), the clock (u64, ns), the generator's seed (32 bytes) and position (u128), memory
+//! seeded (u8), the clock (elapsed and start, u64 each, ns), the generator's seed (32 bytes) and position (u128), memory
 //! size (u64), number of pages (u32), their indices (u32 each), their content (4096 bytes each).
 
 use std::io::{self, Read as _, Write as _};
@@ -97,6 +97,7 @@ impl Snapshot {
         body.extend_from_slice(self.guest.as_bytes());
         body.push(self.is_seeded.into());
         body.extend_from_slice(&state.carried.clock.elapsed_ns.to_le_bytes());
+        body.extend_from_slice(&state.carried.clock.start_ns.to_le_bytes());
         body.extend_from_slice(&state.carried.random.get_seed());
         body.extend_from_slice(&state.carried.random.get_word_pos().to_le_bytes());
         body.extend_from_slice(&(state.memory_bytes as u64).to_le_bytes());
@@ -152,6 +153,7 @@ impl Snapshot {
         let [is_seeded] = body.array()?;
         let clock = Clock {
             elapsed_ns: u64::from_le_bytes(body.array()?),
+            start_ns: u64::from_le_bytes(body.array()?),
         };
         let mut random = ChaCha8Rng::from_seed(body.array()?);
         random.set_word_pos(u128::from_le_bytes(body.array()?));

@@ -1,12 +1,11 @@
-//! The WASI preview 1 that guests see: standard streams, a clock, randomness, an exit. No files,
-//! no sockets, no environment.
+//! The WASI preview 1 that guests see: standard streams, a clock, randomness, an exit.
 //!
-//! Every function of preview 1 is defined, so a guest built against a full libc links; those that
-//! would reach the outside answer with an errno. A guest import outside this list fails at load.
+//! These six functions are all there is. Files are the guest's own, in its memory; a guest that
+//! imports anything else, such as `path_open`, fails at load.
 //!
 //! The layouts and numbers are those of the `wasi_snapshot_preview1` witx files.
 
-use wasmtime::{Caller, Extern, FuncType, Linker, Result, Val, ValType};
+use wasmtime::{Caller, Extern, Linker, Result};
 
 use super::host::Host;
 
@@ -20,10 +19,6 @@ const MAX_SUBSCRIPTIONS: u32 = 64;
 /// The `realtime` clock id; 1–3 are monotonic and CPU clocks.
 const CLOCK_REALTIME: u32 = 0;
 const CLOCK_LAST: u32 = 3;
-/// Resolution reported by `clock_res_get`, in nanoseconds.
-const CLOCK_RESOLUTION_NS: u64 = 1_000;
-/// Every right that preview 1 defines: what a stream may do is decided call by call.
-const ALL_RIGHTS: u64 = (1 << 29) - 1;
 
 /// The `errno` values in use.
 #[derive(Debug, Clone, Copy)]
@@ -32,8 +27,6 @@ enum Errno {
     Fault = 21,
     Invalid = 28,
     NotSupported = 58,
-    IllegalSeek = 70,
-    NotCapable = 76,
 }
 
 /// The error by which `proc_exit` unwinds the guest.
@@ -43,57 +36,11 @@ pub(super) struct ProcExit {
     pub(super) code: u32,
 }
 
-/// Functions that are denied: name, parameter types (`i` is i32, `I` is i64), errno.
-const DENIED: [(&str, &str, Errno); 31] = [
-    ("fd_advise", "iIIi", Errno::BadFile),
-    ("fd_allocate", "iII", Errno::BadFile),
-    ("fd_datasync", "i", Errno::BadFile),
-    ("fd_fdstat_set_flags", "ii", Errno::NotCapable),
-    ("fd_fdstat_set_rights", "iII", Errno::NotCapable),
-    ("fd_filestat_set_size", "iI", Errno::BadFile),
-    ("fd_filestat_set_times", "iIIi", Errno::BadFile),
-    ("fd_pread", "iiiIi", Errno::IllegalSeek),
-    ("fd_prestat_dir_name", "iii", Errno::BadFile),
-    ("fd_prestat_get", "ii", Errno::BadFile),
-    ("fd_pwrite", "iiiIi", Errno::IllegalSeek),
-    ("fd_readdir", "iiiIi", Errno::BadFile),
-    ("fd_renumber", "ii", Errno::BadFile),
-    ("fd_seek", "iIii", Errno::IllegalSeek),
-    ("fd_sync", "i", Errno::BadFile),
-    ("fd_tell", "ii", Errno::IllegalSeek),
-    ("path_create_directory", "iii", Errno::NotCapable),
-    ("path_filestat_get", "iiiii", Errno::NotCapable),
-    ("path_filestat_set_times", "iiiiIIi", Errno::NotCapable),
-    ("path_link", "iiiiiii", Errno::NotCapable),
-    ("path_open", "iiiiiIIii", Errno::NotCapable),
-    ("path_readlink", "iiiiii", Errno::NotCapable),
-    ("path_remove_directory", "iii", Errno::NotCapable),
-    ("path_rename", "iiiiii", Errno::NotCapable),
-    ("path_symlink", "iiiii", Errno::NotCapable),
-    ("path_unlink_file", "iii", Errno::NotCapable),
-    ("proc_raise", "i", Errno::NotSupported),
-    ("sock_accept", "iii", Errno::BadFile),
-    ("sock_recv", "iiiiii", Errno::BadFile),
-    ("sock_send", "iiiii", Errno::BadFile),
-    ("sock_shutdown", "ii", Errno::BadFile),
-];
-
-/// Defines all of preview 1 in `linker`.
+/// Defines what guests may import of preview 1 in `linker`.
 pub(super) fn add_to_linker(linker: &mut Linker<Host>) -> Result<()> {
     add_streams(linker)?;
-    add_environment(linker)?;
+    add_process(linker)?;
     add_time(linker)?;
-    for (name, parameters, errno) in DENIED {
-        let parameters = parameters.chars().map(|letter| match letter {
-            'I' => ValType::I64,
-            _ => ValType::I32,
-        });
-        let signature = FuncType::new(linker.engine(), parameters, [ValType::I32]);
-        linker.func_new(MODULE, name, signature, move |_, _, results| {
-            results[0] = Val::I32(errno as i32);
-            Ok(())
-        })?;
-    }
     Ok(())
 }
 
@@ -140,56 +87,10 @@ fn add_streams(linker: &mut Linker<Host>) -> Result<()> {
             })
         },
     )?;
-    linker.func_wrap(
-        MODULE,
-        "fd_fdstat_get",
-        |mut caller: Caller<'_, Host>, fd: u32, result: u32| {
-            respond(&mut caller, |memory, _| {
-                stream_only(fd)?;
-                // Type 0, "unknown": a terminal would make libc switch to line buffering.
-                let mut stat = [0_u8; 24];
-                stat[8..16].copy_from_slice(&ALL_RIGHTS.to_le_bytes());
-                stat[16..24].copy_from_slice(&ALL_RIGHTS.to_le_bytes());
-                put(memory, result, &stat)
-            })
-        },
-    )?;
-    linker.func_wrap(
-        MODULE,
-        "fd_filestat_get",
-        |mut caller: Caller<'_, Host>, fd: u32, result: u32| {
-            respond(&mut caller, |memory, _| {
-                stream_only(fd)?;
-                put(memory, result, &[0; 64])
-            })
-        },
-    )?;
-    // Closing a stream is accepted and without effect: the next step of a session needs it.
-    linker.func_wrap(
-        MODULE,
-        "fd_close",
-        |mut caller: Caller<'_, Host>, fd: u32| respond(&mut caller, |_, _| stream_only(fd)),
-    )?;
     Ok(())
 }
 
-fn add_environment(linker: &mut Linker<Host>) -> Result<()> {
-    for name in ["args_sizes_get", "environ_sizes_get"] {
-        linker.func_wrap(
-            MODULE,
-            name,
-            |mut caller: Caller<'_, Host>, count: u32, size: u32| {
-                respond(&mut caller, |memory, _| {
-                    put(memory, count, &[0; 4])?;
-                    put(memory, size, &[0; 4])
-                })
-            },
-        )?;
-    }
-    for name in ["args_get", "environ_get"] {
-        linker.func_wrap(MODULE, name, |_pointers: u32, _bytes: u32| 0_u32)?;
-    }
-    linker.func_wrap(MODULE, "sched_yield", || 0_u32)?;
+fn add_process(linker: &mut Linker<Host>) -> Result<()> {
     linker.func_wrap(MODULE, "proc_exit", |code: u32| -> Result<()> {
         Err(wasmtime::Error::new(ProcExit { code }))
     })?;
@@ -207,16 +108,6 @@ fn add_environment(linker: &mut Linker<Host>) -> Result<()> {
 }
 
 fn add_time(linker: &mut Linker<Host>) -> Result<()> {
-    linker.func_wrap(
-        MODULE,
-        "clock_res_get",
-        |mut caller: Caller<'_, Host>, id: u32, result: u32| {
-            respond(&mut caller, |memory, _| {
-                known_clock(id)?;
-                put(memory, result, &CLOCK_RESOLUTION_NS.to_le_bytes())
-            })
-        },
-    )?;
     linker.func_wrap(
         MODULE,
         "clock_time_get",
@@ -275,10 +166,6 @@ fn respond(
         Ok(()) => 0,
         Err(errno) => errno as u32,
     }
-}
-
-fn stream_only(fd: u32) -> Result<(), Errno> {
-    if fd <= 2 { Ok(()) } else { Err(Errno::BadFile) }
 }
 
 fn known_clock(id: u32) -> Result<(), Errno> {

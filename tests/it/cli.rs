@@ -139,6 +139,29 @@ fn exec_reads_stdin_from_a_file() {
 }
 
 #[test]
+fn exec_passes_arguments_and_a_start_time() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("show.py");
+    fs_err::write(
+        &path,
+        "import sys, time\nprint(sys.argv[1:], int(time.time()))",
+    )
+    .expect("written");
+    let path = path.to_str().expect("UTF-8");
+    let output = wardian(&[
+        "exec",
+        "--quiet",
+        path,
+        "--start-time",
+        "60",
+        "--",
+        "-n",
+        "3",
+    ]);
+    assert_eq!(text(&output.stdout), "['-n', '3'] 60\n");
+}
+
+#[test]
 fn grade_writes_one_json_line_a_submission() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
@@ -195,6 +218,15 @@ fn bad_input_exits_2_and_says_what_to_do() {
     let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     assert_usage_error(&["exec", "missing.py"], &["missing.py"]);
     assert_usage_error(&["exec", "--memory", "5 turtles", "-"], &["--memory"]);
+    assert_usage_error(
+        &[
+            "exec",
+            "--wheel",
+            "numpy-2.0-cp313-cp313-linux_x86_64.whl",
+            "-",
+        ],
+        &["numpy-2.0", "pure Python"],
+    );
     assert_usage_error(
         &["train", "--set", "trainer.stepz=3"],
         &["trainer.stepz", "steps"],

@@ -20,6 +20,17 @@ PYTHON_TARBALL=python3.13_$PYTHON.orig.tar.xz
 PYTHON_SHA256=93e583f243454e6e9e4588ca2c2662206ad961659863277afcdb96801647d640
 WASI_LIBC_DEB='wasi-libc_0.0~git20241209.574b88d-2_all.deb'
 WASI_LIBC_SHA256=b7716260051d289248b7667f81fa2792c125d888ff51da3fa09c6272cc0bd11d
+# Compression, for the modules zlib, bz2 and lzma.
+ZLIB_TARBALL=zlib_1.3.dfsg+really1.3.1.orig.tar.gz
+ZLIB_SHA256=60dd315c07f616887caa029408308a018ace66e3d142726a97db164b3b8f69fb
+BZIP2_TARBALL=bzip2_1.0.8.orig.tar.gz
+BZIP2_SHA256=ab5a03176ee106d3f0fa90e381da478ddae405918153cca248e682cd0c4a2269
+XZ_TARBALL=xz-utils_5.8.1.orig.tar.xz
+XZ_SHA256=0b54f79df85912504de0b14aec7971e3f964491af1812d83447005807513cd9e
+# Time zones, compiled: the package's files, in an index of our own.
+TZDATA_VERSION=2026f-0+deb13u1
+TZDATA_SHA256=2c1c561091402883430d0d47c57a3c0aa00b44afc8a6239265065a87211a5c11
+TZDATA_LEGACY_SHA256=92bb8f5ee8f87e6ee641ec3b24876d2d83b64dd1d7fe864b1cceac4cea7f1549
 LLVM=22
 LLVM_VERSION='1:22.1.8-1~deb12u1'
 
@@ -33,7 +44,7 @@ TOOLCHAIN=(
 PROFILE_RUNTIME=libclang-rt-$LLVM-dev
 
 # Changes to CPython; each says why.
-PATCHES=(meter.patch interpreter.patch obmalloc.patch)
+PATCHES=(meter.patch interpreter.patch obmalloc.patch integer.patch)
 
 # What the interpreter is trained on: tests of CPython's own, for the language, for its most used modules, and for
 # compiling and failing, as most of what a short program does is that.
@@ -102,27 +113,41 @@ fetch() {
     mkdir -p "$WORK/fetched"
     cd "$WORK/fetched"
     export APT_CONFIG=$WORK/apt/apt.conf
-    apt-get -qq source --download-only python3.13/trixie
-    apt-get -qq download wasi-libc/trixie
+    apt-get -qq source --tar-only python3.13/trixie
+    apt-get -qq source --tar-only zlib/trixie bzip2/trixie xz-utils/trixie
+    apt-get -qq download wasi-libc/trixie "tzdata=$TZDATA_VERSION" "tzdata-legacy=$TZDATA_VERSION"
     apt-get -qq download "${TOOLCHAIN[@]/%/=$LLVM_VERSION}"
     sha256sum --check --quiet <<EOF
 $PYTHON_SHA256  $PYTHON_TARBALL
+$ZLIB_SHA256  $ZLIB_TARBALL
+$BZIP2_SHA256  $BZIP2_TARBALL
+$XZ_SHA256  $XZ_TARBALL
+$TZDATA_SHA256  tzdata_${TZDATA_VERSION}_all.deb
+$TZDATA_LEGACY_SHA256  tzdata-legacy_${TZDATA_VERSION}_all.deb
 $WASI_LIBC_SHA256  $WASI_LIBC_DEB
 EOF
 }
 
 unpack() {
     cd "$WORK"
-    rm -rf "Python-$PYTHON" sysroot toolchain
+    rm -rf "Python-$PYTHON" sysroot toolchain zlib bzip2 xz tzdata
     tar xf "fetched/$PYTHON_TARBALL"
     local patch
     for patch in "${PATCHES[@]}"; do
         patch -s -p1 -d "Python-$PYTHON" < "$HERE/$patch"
     done
     dpkg -x "fetched/$WASI_LIBC_DEB" sysroot
+    mkdir zlib bzip2 xz
+    tar xf "fetched/$ZLIB_TARBALL" --strip-components=1 -C zlib
+    tar xf "fetched/$BZIP2_TARBALL" --strip-components=1 -C bzip2
+    tar xf "fetched/$XZ_TARBALL" --strip-components=1 -C xz
     local deb
     for deb in fetched/*.deb; do
-        [[ $deb == */wasi-libc_* ]] || dpkg -x "$deb" toolchain
+        case $deb in
+            */wasi-libc_*) dpkg -x "$deb" sysroot ;;
+            */tzdata*) dpkg -x "$deb" tzdata ;;
+            *) dpkg -x "$deb" toolchain ;;
+        esac
     done
     local missing
     missing=$(LD_LIBRARY_PATH=$(toolchain_libs) ldd toolchain/usr/lib/llvm-$LLVM/bin/{clang,lld,llvm-ar} |
@@ -192,8 +217,38 @@ cross_env() {
     CFLAGS+=" -fprofile-instr-use=$WORK/python.profdata -Wno-profile-instr-unprofiled -Wno-profile-instr-out-of-date"
     export LDFLAGS="--no-wasm-opt"
     export PKG_CONFIG=/bin/false HOSTRUNNER=/bin/true
-    export CONFIG_SITE="$WORK/Python-$PYTHON/Tools/wasm/config.site-wasm32-wasi"
+    export CONFIG_SITE="$WORK/Python-$PYTHON/Tools/wasm/config.site-wasm32-wasi $HERE/config.site"
 }
+
+# The compression libraries, less what is for files: the modules use them on memory.
+libraries() (
+    cross_env
+    rm -rf "$WORK/libraries"
+    mkdir -p "$WORK/libraries/lib" "$WORK/libraries/include" "$WORK/libraries/objects"
+    cd "$WORK/libraries/objects"
+    local name
+    for name in adler32 compress crc32 deflate inffast inflate inftrees trees uncompr zutil; do
+        # shellcheck disable=SC2086  # both are lists of options
+        $CC $CFLAGS -c "$WORK/zlib/$name.c" -o "z-$name.o"
+    done
+    for name in blocksort huffman crctable randtable compress decompress bzlib; do
+        # shellcheck disable=SC2086
+        $CC $CFLAGS -c "$WORK/bzip2/$name.c" -o "bz2-$name.o"
+    done
+    $AR rcsD ../lib/libz.a z-*.o
+    $AR rcsD ../lib/libbz2.a bz2-*.o
+    cp "$WORK"/zlib/{zlib,zconf}.h "$WORK/bzip2/bzlib.h" ../include/
+
+    rm -rf "$WORK/xz-build"
+    mkdir "$WORK/xz-build"
+    cd "$WORK/xz-build"
+    # No maintainer mode: the dates of unpacked files must not start autotools.
+    ../xz/configure -q --host=wasm32-unknown-wasi --prefix="$WORK/libraries" --disable-shared --disable-threads \
+        --disable-assembler --disable-clmul-crc --disable-nls --disable-doc --disable-xz --disable-xzdec \
+        --disable-lzmadec --disable-lzmainfo --disable-lzma-links --disable-scripts --disable-maintainer-mode \
+        > configure.log 2>&1
+    make -s -j"$JOBS" -C src/liblzma install > make.log 2>&1
+)
 
 ARCHIVES=(
     libpython3.13.a Modules/expat/libexpat.a Modules/_decimal/libmpdec/libmpdec.a Modules/_hacl/libHacl_Hash_SHA2.a
@@ -205,6 +260,11 @@ cross_python() (
     rm -rf "$WORK/cross"
     mkdir "$WORK/cross"
     cd "$WORK/cross"
+    # Naming the libraries to configure is what turns their modules on.
+    local libraries=$WORK/libraries
+    export ZLIB_CFLAGS="-I$libraries/include" ZLIB_LIBS="-L$libraries/lib -lz"
+    export BZIP2_CFLAGS="-I$libraries/include" BZIP2_LIBS="-L$libraries/lib -lbz2"
+    export LIBLZMA_CFLAGS="-I$libraries/include" LIBLZMA_LIBS="-L$libraries/lib -llzma"
     "../Python-$PYTHON/configure" -q --host=wasm32-unknown-wasi --build=x86_64-linux-gnu \
         --with-build-python="$WORK/native/python" --disable-test-modules --with-ensurepip=no --prefix=/ \
         --with-pymalloc --enable-big-digits=30 \
@@ -225,9 +285,10 @@ link_guest() (
     # -E: as for the cross build, nothing of the user's environment. LD_LIBRARY_PATH is for the compiler alone.
     env -u LD_LIBRARY_PATH "$WORK/native/python" -E -s "$HERE/pack_stdlib.py" "$WORK/Python-$PYTHON/Lib" "$sysconfigdata" \
         "$HERE/stage0.py" .
+    env -u LD_LIBRARY_PATH "$WORK/native/python" -E -s "$HERE/pack_zoneinfo.py" "$WORK/tzdata/usr/share/zoneinfo" .
 
     local source
-    for source in shim codec stdlib snapshot; do
+    for source in shim codec stdlib snapshot vfs posix locks; do
         # shellcheck disable=SC2086  # both are lists of options
         $CC $CFLAGS -std=c23 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden --embed-dir=. \
             -I"$HERE" -I"$WORK/Python-$PYTHON/Include" -I"$cross" -c "$HERE/$source.c" -o "$source.o"
@@ -235,7 +296,10 @@ link_guest() (
     # 8 MiB of C stack, below the data: an overflow then runs into address 0 and traps instead of overwriting data.
     # shellcheck disable=SC2086
     $CC $CFLAGS $LDFLAGS -mexec-model=reactor -z stack-size=8388608 -Wl,--stack-first -Wl,--export=__stack_pointer \
-        -Wl,--initial-memory=33554432 -Wl,--strip-all shim.o codec.o stdlib.o snapshot.o "${ARCHIVES[@]/#/$cross/}" \
+        -Wl,--initial-memory=33554432 -Wl,--strip-all -Wl,--wrap=chdir,--wrap=chmod,--wrap=fchmod \
+        -Wl,--wrap=__wasilibc_find_relpath_alloc,--wrap=_PyMutex_LockTimed \
+        shim.o codec.o stdlib.o snapshot.o vfs.o posix.o locks.o \
+        "${ARCHIVES[@]/#/$cross/}" "$WORK"/libraries/lib/lib{z,bz2,lzma}.a \
         -ldl -lwasi-emulated-signal -lwasi-emulated-getpid -lwasi-emulated-process-clocks -lwasi-emulated-mman -lm \
         -o python.wasm
     zstd -q -19 -f python.wasm -o python.wasm.zst
@@ -249,6 +313,11 @@ write_buildinfo() {
     cat > "$HERE/BUILDINFO" <<EOF
 python              $PYTHON
 python source       $PYTHON_TARBALL sha256 $PYTHON_SHA256
+zlib source         $ZLIB_TARBALL sha256 $ZLIB_SHA256
+bzip2 source        $BZIP2_TARBALL sha256 $BZIP2_SHA256
+xz source           $XZ_TARBALL sha256 $XZ_SHA256
+tzdata              tzdata_${TZDATA_VERSION}_all.deb sha256 $TZDATA_SHA256
+                    tzdata-legacy_${TZDATA_VERSION}_all.deb sha256 $TZDATA_LEGACY_SHA256
 wasi-libc           $WASI_LIBC_DEB sha256 $WASI_LIBC_SHA256
 compiler            clang-$LLVM, lld-$LLVM, libclang-rt-$LLVM-dev-wasm32 $LLVM_VERSION
 target              wasm32-wasip1, static reactor
@@ -273,6 +342,10 @@ write_licenses() {
     # libmpdec and HACL* carry their licences in their sources: the first comment of a file that has it.
     first_comment "$python/Modules/_decimal/libmpdec/mpdecimal.c" > "$out/libmpdec.txt"
     first_comment "$python/Modules/_hacl/Hacl_Hash_SHA2.c" > "$out/HACL-star.txt"
+    cp "$WORK/zlib/LICENSE" "$out/zlib.txt"
+    cp "$WORK/bzip2/LICENSE" "$out/bzip2.txt"
+    cp "$WORK/xz/COPYING.0BSD" "$out/liblzma.txt"
+    cp "$WORK/tzdata/usr/share/doc/tzdata/copyright" "$out/tzdata.txt"
     cp "$WORK/sysroot/usr/share/doc/wasi-libc/copyright" "$out/wasi-libc.txt"
     cp "$WORK/toolchain/usr/share/doc/libclang-rt-$LLVM-dev-wasm32/copyright" "$out/compiler-rt.txt"
 }
@@ -284,7 +357,8 @@ main() {
     case $mode in
         build | --check | --profile) ;;
         # By name: WORK may be a directory that holds other things.
-        --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native,profile,cross,guest} ;;
+        --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native} \
+            "$WORK"/{zlib,bzip2,xz,xz-build,tzdata,libraries,profile,cross,guest} ;;
         *) die "usage: build.sh [--check | --clean | --profile]" ;;
     esac
 
@@ -301,6 +375,7 @@ main() {
         return
     fi
     once native_python
+    once libraries
     once cross_python
     say link_guest
     link_guest

@@ -3,6 +3,7 @@
 //   init()                 once, before the snapshot: starts the interpreter and runs the boot modules read from stdin
 //   buf(n) -> ptr          a buffer of at least n bytes, for what follows
 //   step(n, seed) -> i32   runs the program in buf[0..n] as __main__ and returns its exit status, or 256 for MemoryError
+//   args(n)                makes buf[0..n], arguments each ended by a NUL, sys.argv[1:] of the steps that follow
 //   serve(n) -> len        answers the message in buf[0..n]; -1 on failure
 //   reply_ptr() -> ptr     where the reply lies, until the next call
 //
@@ -11,9 +12,12 @@
 // status is reported.
 
 #include "guest.h"
+#include "vfs.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define EXPORT(name) __attribute__((export_name(name), visibility("default")))
 #define IMPORT(name) __attribute__((import_module("bridge"), import_name(name)))
@@ -38,13 +42,13 @@ static PyObject *reply;
 
 // Looked up once, before a program can replace them.
 static struct {
-    PyObject *begin_step;   // _wardian.begin_step(source, seed or None)
-    PyObject *serve;        // _wardian.serve(request) -> bytes
-    PyObject *compile;      // builtins.compile
+    PyObject *begin_step;     // _wardian.begin_step(source, seed or None) -> file name
+    PyObject *set_arguments;  // _wardian.set_arguments(bytes)
+    PyObject *serve;          // _wardian.serve(request) -> bytes
+    PyObject *compile;        // builtins.compile
     PyObject *run_exitfuncs;  // atexit._run_exitfuncs
     PyObject *main_globals;
-    PyObject *file_name;    // "main.py"
-    PyObject *mode;         // "exec"
+    PyObject *mode;           // "exec"
 } hooks;
 
 // ---- one step
@@ -134,13 +138,12 @@ static int end_step(int status) {
 }
 
 static PyObject *execute(PyObject *source, PyObject *seed) {
-    PyObject *begun = PyObject_CallFunctionObjArgs(hooks.begin_step, source, seed, NULL);
-    if (begun == NULL) {
+    PyObject *file_name = PyObject_CallFunctionObjArgs(hooks.begin_step, source, seed, NULL);
+    if (file_name == NULL) {
         return NULL;
     }
-    Py_DECREF(begun);
-    PyObject *code =
-        PyObject_CallFunctionObjArgs(hooks.compile, source, hooks.file_name, hooks.mode, Py_False, Py_True, NULL);
+    PyObject *code = PyObject_CallFunctionObjArgs(hooks.compile, source, file_name, hooks.mode, Py_False, Py_True, NULL);
+    Py_DECREF(file_name);
     if (code == NULL) {
         return NULL;
     }
@@ -170,6 +173,12 @@ EXPORT("step") int guest_step(int length, uint64_t seed) {
 }
 
 // ---- messages
+
+EXPORT("args") void guest_args(int length) {
+    PyObject *done = PyObject_CallFunction(hooks.set_arguments, "y#", buffer, (Py_ssize_t)length);
+    PyErr_Clear();
+    Py_XDECREF(done);
+}
 
 EXPORT("buf") void *guest_buf(int length) {
     size_t wanted = length < SMALLEST_BUFFER ? SMALLEST_BUFFER : (size_t)length;
@@ -234,6 +243,16 @@ static PyObject *py_run_step(PyObject *Py_UNUSED(module), PyObject *const *args,
     return PyLong_FromLong(run_step(args[0], args[1]));
 }
 
+// seal(path): makes everything below a path of the file system read-only.
+static PyObject *py_seal(PyObject *Py_UNUSED(module), PyObject *path) {
+    const char *name = PyUnicode_AsUTF8(path);
+    if (name == NULL) {
+        return NULL;
+    }
+    errno = vfs_seal(name);
+    return errno == 0 ? Py_NewRef(Py_None) : PyErr_SetFromErrno(PyExc_OSError);
+}
+
 static PyObject *py_stdlib(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args)) {
     return Py_BuildValue("(NN)", stdlib_index(), stdlib_code());
 }
@@ -243,6 +262,7 @@ static PyMethodDef module_methods[] = {
     {"decode", (PyCFunction)(void *)codec_decode, METH_FASTCALL, NULL},
     {"encode", (PyCFunction)(void *)codec_encode, METH_FASTCALL, NULL},
     {"run_step", (PyCFunction)(void *)py_run_step, METH_FASTCALL, NULL},
+    {"seal", py_seal, METH_O, NULL},
     {"stdlib", py_stdlib, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -315,7 +335,11 @@ static void start_interpreter(void) {
     wchar_t *argv[] = {L"main.py"};
     check(PyConfig_SetArgv(&config, 1, argv), "configuration");
     config.module_search_paths_set = 1;
-    check(PyWideStringList_Append(&config.module_search_paths, L"/lib/python3.13"), "configuration");
+    // What a program finds beside itself; the standard library comes before it (stage0.py).
+    static const wchar_t *search[] = {L"/work", L"/lib/python3.13", L"/lib/python3.13/site-packages"};
+    for (size_t i = 0; i < sizeof search / sizeof *search; i++) {
+        check(PyWideStringList_Append(&config.module_search_paths, search[i]), "configuration");
+    }
     check(Py_InitializeFromConfig(&config), "initialization");
     PyConfig_Clear(&config);
 }
@@ -341,16 +365,21 @@ static void call_hook(PyObject *hook, const char *activity) {
 
 EXPORT("init") void guest_init(void) {
     snapshot_set_arena_allocator();
+    vfs_init();
+    // Where a program's relative paths start.
+    if (chdir("/work") != 0) {
+        fail("entering the working directory", NULL);
+    }
     start_interpreter();
-    // Reads the boot modules from file descriptor 0, below Python's sys.stdin, which therefore stays unread.
+    // Reads the boot modules from file descriptor 0, beside Python's sys.stdin, which therefore stays unread.
     call_hook(attribute("_wardian_stage0", "boot"), "boot");
 
     hooks.begin_step = attribute("_wardian", "begin_step");
+    hooks.set_arguments = attribute("_wardian", "set_arguments");
     hooks.serve = attribute("_wardian", "serve");
     hooks.compile = attribute("builtins", "compile");
     hooks.run_exitfuncs = attribute("atexit", "_run_exitfuncs");
     hooks.main_globals = attribute("__main__", "__dict__");
-    hooks.file_name = PyUnicode_InternFromString("main.py");
     hooks.mode = PyUnicode_InternFromString("exec");
     guest_buf(SMALLEST_BUFFER);
 

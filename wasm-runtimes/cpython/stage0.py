@@ -1,13 +1,13 @@
 """The first Python code of the guest, linked into the module: makes imports work and loads the boot modules.
 
-`boot` reads one JSON object from file descriptor 0, `{"modules": {name: source}}`, and imports each module. `hide` then
-takes them out of sight, so that a program's `import unit_tests` fails as it would anywhere else.
+`boot` reads one line of JSON from file descriptor 0, `{"modules": {name: source}, "wheels": [[file name, size]]}`, imports
+each module, and installs the wheels, whose bytes follow. `hide` then takes the modules out of sight, so that a program's
+`import unit_tests` fails as it would anywhere else.
 """
 
 import sys
 import _imp
 import marshal
-import posix
 from _frozen_importlib import BuiltinImporter, FrozenImporter, ModuleSpec  # `importlib` itself is in the blob
 
 import _wardian_guest
@@ -71,24 +71,26 @@ class _BootImporter:
         exec(compile(_boot_sources[name], f"{name}.py", "exec", dont_inherit=True), module.__dict__)
 
 
-def _read_all(fd):
-    chunks = []
-    while chunk := posix.read(fd, 1 << 16):
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
 def boot():
-    # No path-based importer: it would only ask the host for files that do not exist.
-    sys.meta_path[:] = [_BootImporter, BuiltinImporter, FrozenImporter, StdlibImporter]
+    # The path-based finder comes last: files of a program cannot stand in for the standard library, by mistake or not.
+    from _frozen_importlib_external import FileFinder, PathFinder, SourceFileLoader
+
+    sys.meta_path[:] = [_BootImporter, BuiltinImporter, FrozenImporter, StdlibImporter, PathFinder]
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
 
+    import io
     import json
+    import zipimport
 
-    _boot_sources.update(json.loads(_read_all(0))["modules"])
-    for name in _boot_sources:
-        __import__(name)
+    sys.path_hooks[:] = [zipimport.zipimporter, FileFinder.path_hook((SourceFileLoader, [".py"]))]
+
+    with io.open(0, "rb", closefd=False) as stream:
+        options = json.loads(stream.readline())
+        _boot_sources.update(options["modules"])
+        for name in _boot_sources:
+            __import__(name)
+        sys.modules["_wardian_wheels"].install(options.get("wheels", []), stream)
 
 
 def hide():

@@ -21,12 +21,21 @@ const MAX_SOURCE_BYTES: u64 = 64 << 20;
 pub(in crate::cli) struct ExecArgs {
     /// Program, or `-` for standard input
     file: PathBuf,
+    /// Arguments of the program, after `--`
+    #[arg(last = true)]
+    args: Vec<String>,
     /// File that the program reads as its standard input
     #[arg(long, value_name = "FILE")]
     stdin: Option<PathBuf>,
     /// Seed of the program's randomness
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Seconds since 1970 that the program's clock starts at; the year 2026 unless given
+    #[arg(long, value_name = "SECONDS")]
+    start_time: Option<u64>,
+    /// Wheel whose package the program can import, pure Python; may be repeated
+    #[arg(long = "wheel", value_name = "FILE")]
+    wheels: Vec<PathBuf>,
     /// Print one JSON value instead of passing the program's output and exit code through
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -43,9 +52,11 @@ pub(in crate::cli) fn run(args: &ExecArgs, printer: &Printer) -> Outcome {
             .as_deref()
             .map_or(Ok(String::new()), read_source)
             .map_err(Failure::usage)?,
+        argv: args.args.clone(),
         seed: Some(args.seed),
+        start_time: args.start_time,
     };
-    let runtime = load_runtime(printer)?;
+    let runtime = load_runtime(&args.wheels, printer)?;
     let outcome = runtime.exec(&request, &limits).map_err(Failure::internal)?;
     if args.format == Format::Json {
         printer.json(&outcome).map_err(Failure::internal)?;

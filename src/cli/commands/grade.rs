@@ -35,6 +35,9 @@ pub(in crate::cli) struct GradeArgs {
     /// Submissions: JSONL with `task_id` and `code`
     #[arg(long, value_name = "FILE")]
     submissions: PathBuf,
+    /// Wheel whose package submissions can import, pure Python; may be repeated
+    #[arg(long = "wheel", value_name = "FILE")]
+    wheels: Vec<PathBuf>,
     /// How to print: text is a line a submission, JSON one object a line
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -60,7 +63,7 @@ pub(in crate::cli) fn run(args: &GradeArgs, printer: &Printer) -> Outcome {
     let tasks = TaskSet::open(&args.tasks, None, 0).map_err(Failure::usage)?;
     let submissions = read_submissions(&args.submissions, &tasks).map_err(Failure::usage)?;
     let grader = UnitTestGrader::new(
-        Arc::new(load_runtime(printer)?),
+        Arc::new(load_runtime(&args.wheels, printer)?),
         GradeLimits::for_candidate(&limits),
     );
     let (mut passed, mut faults) = (0, 0);

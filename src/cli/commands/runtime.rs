@@ -1,5 +1,8 @@
 //! `wardian runtime`: the cached Python runtime.
 
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
@@ -8,7 +11,11 @@ use crate::cli::ExitStatus;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::human_duration;
-use crate::sandbox::{CacheFolder, RuntimeOptions, WasmRuntime};
+use crate::config::SandboxConfig;
+use crate::sandbox::{
+    self, CacheFolder, Guest, RuntimeOptions, Sandbox, SandboxError, WasmRuntime, WorkerOptions,
+    Workers,
+};
 
 /// Arguments of `wardian runtime`.
 #[derive(Debug, Args)]
@@ -20,7 +27,12 @@ pub(in crate::cli) struct RuntimeArgs {
 #[derive(Debug, Subcommand)]
 enum RuntimeCommand {
     /// Prepare the runtime now, as an image build would
-    Build,
+    Build {
+        /// Wheel to add to the runtime, pure Python; may be repeated. Runs with the same wheels
+        /// then find it ready
+        #[arg(long = "wheel", value_name = "FILE")]
+        wheels: Vec<PathBuf>,
+    },
     /// Print the folder of the cached runtime
     Path,
 }
@@ -30,10 +42,10 @@ pub(in crate::cli) fn run(args: &RuntimeArgs, printer: &Printer) -> Outcome {
         Some(path) => path.display().to_string(),
         None => "none: set `WARDIAN_CACHE` or `HOME`".to_owned(),
     };
-    match args.command {
-        RuntimeCommand::Build => {
+    match &args.command {
+        RuntimeCommand::Build { wheels } => {
             let started = Instant::now();
-            load_runtime(printer)?;
+            load_runtime(wheels, printer)?;
             printer.note(&format!(
                 "The Python runtime is ready in {} after {}",
                 path(),
@@ -45,10 +57,49 @@ pub(in crate::cli) fn run(args: &RuntimeArgs, printer: &Printer) -> Outcome {
     Ok(ExitStatus::Success)
 }
 
-/// Loads the Python runtime, telling what it does where that takes long.
-pub(super) fn load_runtime(printer: &Printer) -> Result<WasmRuntime, Failure> {
-    WasmRuntime::load(&RuntimeOptions::default(), |progress| {
+/// Loads the Python runtime with some wheels, telling what it does where that takes long.
+pub(super) fn load_runtime(wheels: &[PathBuf], printer: &Printer) -> Result<WasmRuntime, Failure> {
+    let options = RuntimeOptions {
+        guest: Guest::python_with_wheels(wheels).map_err(Failure::usage)?,
+        ..RuntimeOptions::default()
+    };
+    WasmRuntime::load(&options, |progress| {
         printer.note(&progress.to_string());
     })
-    .map_err(Failure::internal)
+    .map_err(|error| failure(error, wheels))
+}
+
+/// Prepares the sandbox of a run, in this process or in workers.
+pub(super) fn load_sandbox(
+    config: &SandboxConfig,
+    printer: &Printer,
+) -> Result<Arc<dyn Sandbox>, Failure> {
+    let runtime = RuntimeOptions {
+        guest: Guest::python_with_wheels(&config.wheels).map_err(Failure::usage)?,
+        restore: config.restore,
+        audit_every: NonZeroU32::new(config.audit_every),
+        meter: config.meter,
+        ..RuntimeOptions::default()
+    };
+    let progress = |progress: sandbox::Progress| printer.note(&progress.to_string());
+    let sandbox: Result<Arc<dyn Sandbox>, _> = if config.workers == 0 {
+        WasmRuntime::load(&runtime, progress).map(|runtime| Arc::new(runtime) as _)
+    } else {
+        let options = WorkerOptions {
+            count: config.workers,
+            runtime,
+            ..WorkerOptions::default()
+        };
+        Workers::start(&options, progress).map(|workers| Arc::new(workers) as _)
+    };
+    sandbox.map_err(|error| failure(error, &config.wheels))
+}
+
+/// A runtime of ours alone does not fail by what the user gave.
+fn failure(error: SandboxError, wheels: &[PathBuf]) -> Failure {
+    if wheels.is_empty() {
+        Failure::internal(error)
+    } else {
+        Failure::usage(error)
+    }
 }

@@ -9,7 +9,7 @@ use crate::config::RunConfig;
 use crate::engine::model::{LoraAdapter, Trainable};
 use crate::grader::{GradeLimits, UnitTestGrader};
 use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
-use crate::sandbox::{CacheFolder, Limits, WasmRuntime};
+use crate::sandbox::{CacheFolder, Limits, Sandbox};
 
 /// A configuration, with the starter's names replaced by paths.
 #[derive(Debug)]
@@ -136,7 +136,7 @@ pub(super) fn resolve_for_eval(args: &ConfigArgs) -> Result<Resolved, Failure> {
 /// Loads the policy, trainable or not, and puts the workbench together.
 pub(super) fn load(
     resolved: Resolved,
-    runtime: WasmRuntime,
+    sandbox: Arc<dyn Sandbox>,
     is_trained: bool,
 ) -> Result<Loaded, Failure> {
     let config = resolved.config;
@@ -146,7 +146,7 @@ pub(super) fn load(
         Trainable::Frozen
     };
     let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
-    let workbench = workbench(&config, &policy, runtime);
+    let workbench = workbench(&config, &policy, sandbox);
     Ok(Loaded {
         config,
         policy,
@@ -156,15 +156,19 @@ pub(super) fn load(
 }
 
 /// Puts the workbench together.
-pub(super) fn workbench(config: &RunConfig, policy: &Policy, runtime: WasmRuntime) -> Workbench {
+pub(super) fn workbench(
+    config: &RunConfig,
+    policy: &Policy,
+    sandbox: Arc<dyn Sandbox>,
+) -> Workbench {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.fuel,
         deadline: config.sandbox.grade_deadline,
         ..Limits::default()
     });
-    let grader = UnitTestGrader::new(Arc::new(runtime.clone()), limits);
-    Workbench::new(config, policy, Arc::new(runtime), Arc::new(grader))
+    let grader = UnitTestGrader::new(Arc::clone(&sandbox), limits);
+    Workbench::new(config, policy, sandbox, Arc::new(grader))
 }
 
 /// Returns `runs/<time>-<name>`.

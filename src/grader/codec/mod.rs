@@ -274,5 +274,20 @@ fn replace_surrogates(bytes: &[u8]) -> Result<String, CodecError> {
     }
 }
 
+/// Reads bytes as a value, for the fuzz target; what can be read is written and read as it was.
+///
+/// # Panics
+///
+/// Panics if what is read is not what is written.
+#[cfg(any(fuzzing, test))]
+pub fn fuzz_value(bytes: &[u8]) {
+    const LIMIT: usize = 1 << 20;
+    if let Ok(value) = Value::decode(bytes, LIMIT) {
+        // Text with a lone surrogate is written with the three bytes of U+FFFD in its place.
+        let written = value.encode();
+        assert_eq!(Value::decode(&written, LIMIT).as_ref(), Ok(&value));
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -26,7 +26,11 @@ use std::time::Duration;
 use process::{Process, Unreached};
 pub use serve::serve_parent;
 pub(super) use session::WorkerSession;
-use wire::{Answer, Call, Frame};
+#[cfg(not(any(fuzzing, test)))]
+use wire::Frame;
+#[cfg(any(fuzzing, test))]
+pub(super) use wire::Frame;
+use wire::{Answer, Call};
 
 use super::compiled::Progress;
 use super::{

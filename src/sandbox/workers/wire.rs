@@ -25,7 +25,7 @@ const MAX_BLOBS: u32 = 4;
 
 /// A message with its blobs.
 #[derive(Debug)]
-pub(super) struct Frame<T> {
+pub(in crate::sandbox) struct Frame<T> {
     pub(super) head: T,
     pub(super) blobs: Vec<Vec<u8>>,
 }
@@ -236,5 +236,15 @@ impl From<Fault> for SandboxError {
             Fault::OtherGuest { found, expected } => Self::OtherGuest { found, expected },
             Fault::Other { message } => Self::Worker { message },
         }
+    }
+}
+
+#[cfg(any(fuzzing, test))]
+impl Frame<()> {
+    /// Reads bytes as each kind of message.
+    pub(in crate::sandbox) fn read_any(bytes: &[u8]) {
+        drop(Frame::<Hello>::read(&mut &bytes[..]));
+        drop(Frame::<Call>::read(&mut &bytes[..]));
+        drop(Frame::<Answer>::read(&mut &bytes[..]));
     }
 }

@@ -6,10 +6,12 @@
     reason = "helpers of tests may panic"
 )]
 
+mod files;
 mod limits;
 mod python;
 mod restore;
 mod sessions;
+mod wheels;
 mod workers;
 
 use std::sync::OnceLock;

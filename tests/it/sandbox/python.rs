@@ -155,8 +155,9 @@ def attempt(name, action):
     try: print(name, 'ESCAPED', action())
     except (OSError, RuntimeError, AttributeError) as e: print(name, 'denied')
 attempt('read', lambda: open('/etc/passwd').read())
-attempt('write', lambda: open('/tmp/x', 'w'))
-attempt('list', lambda: os.listdir('/'))
+attempt('write', lambda: open('/etc/x', 'w'))
+attempt('list', lambda: os.listdir('/proc'))
+attempt('up', lambda: open('../../../../etc/passwd'))
 attempt('fd', lambda: os.read(3, 10))
 attempt('socket', lambda: socket.create_connection(('127.0.0.1', 80)))
 attempt('process', lambda: subprocess.run(['true']))
@@ -166,7 +167,7 @@ print(dict(os.environ), os.sys.argv)
 ";
     let outcome = exec(code);
     let denied: String = [
-        "read", "write", "list", "fd", "socket", "process", "fork", "thread",
+        "read", "write", "list", "up", "fd", "socket", "process", "fork", "thread",
     ]
     .map(|name| format!("{name} denied\n"))
     .concat();
@@ -235,6 +236,78 @@ fn a_session_keeps_its_state() {
     let exit = step("raise SystemExit(4)").exit;
     assert_eq!(exit, Exit::Exited { code: 4 });
     assert_eq!(step("print(x)").stdout_text(), "20\n");
+}
+
+#[test]
+fn a_traceback_shows_the_lines_of_every_step() {
+    let mut session = python().session(&Limits::default()).unwrap();
+    let mut step = |code: &str| session.step(&ExecRequest::new(code)).unwrap().stderr_text();
+    step("def f(x):\n    return 1 / x  # first");
+    step("\ndef g(x):\n    return f(x)  # second");
+    let stderr = step("g(0)  # third");
+    for line in [
+        "File \"<step 3>\", line 1, in <module>\n    g(0)  # third",
+        "File \"<step 2>\", line 3, in g\n    return f(x)  # second",
+        "File \"main.py\", line 2, in f\n    return 1 / x  # first",
+    ] {
+        assert!(stderr.contains(line), "{stderr}");
+    }
+}
+
+#[test]
+fn arguments_and_start_time_are_the_requests() {
+    let code = "import sys, time\nprint(sys.argv, int(time.time()))";
+    let request = ExecRequest {
+        argv: vec!["--n".to_owned(), "é\n".to_owned(), String::new()],
+        start_time: Some(86_400),
+        ..ExecRequest::new(code)
+    };
+    let mut session = python().session(&Limits::default()).unwrap();
+    let outcome = session.step(&request).unwrap();
+    assert_eq!(
+        outcome.stdout_text(),
+        "['main.py', '--n', 'é\\n', ''] 86400\n"
+    );
+    let outcome = session.step(&ExecRequest::new(code)).unwrap();
+    assert_eq!(outcome.stdout_text(), "['main.py'] 86400\n");
+    assert_eq!(exec(code).stdout_text(), "['main.py'] 1767225600\n");
+}
+
+#[test]
+fn what_is_not_there_says_so() {
+    let code = "
+import os, signal, socket, subprocess, sys, threading, urllib.request
+def attempt(action):
+    try: action()
+    except (ImportError, OSError, RuntimeError) as e: print(type(e).__name__, e)
+attempt(lambda: threading.Thread(target=print).start())
+attempt(lambda: subprocess.run(['ls']))
+attempt(lambda: os.fork())
+attempt(lambda: socket.socket())
+attempt(lambda: urllib.request.urlopen('http://example.com'))
+attempt(lambda: signal.alarm(1))
+attempt(lambda: __import__('ctypes').CDLL(None))
+attempt(lambda: __import__('ssl'))
+lock = threading.Lock()
+with lock: print(lock.acquire(timeout=3600)); attempt(lock.acquire)
+";
+    let outcome = exec(code);
+    assert_eq!(
+        outcome.stdout_text(),
+        "RuntimeError can't start new thread: the sandbox has no threads
+OSError [Errno 58] the sandbox has no processes
+OSError [Errno 58] the sandbox has no processes
+OSError [Errno 58] the sandbox has no network
+URLError <urlopen error [Errno 58] the sandbox has no network>
+OSError [Errno 58] the sandbox has no signals but those that a program raises itself
+OSError [Errno 58] the sandbox loads no native code
+ModuleNotFoundError No module named '_ssl': the sandbox has no network
+False
+RuntimeError deadlock: waiting for ever, as the sandbox has no other threads
+",
+        "{}",
+        outcome.stderr_text()
+    );
 }
 
 #[test]

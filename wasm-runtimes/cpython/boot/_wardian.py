@@ -6,13 +6,14 @@
 import _sitebuiltins
 import asyncio
 import builtins
-import importlib
+import importlib.util
 import io
 import linecache
 import random
 import sys
 import weakref
 
+import _wardian_absent
 import _wardian_candidate
 import _wardian_guest
 import _wardian_loop
@@ -25,15 +26,17 @@ PRELOADED = """
     fnmatch fractions functools gc glob graphlib hashlib heapq hmac html inspect io ipaddress itertools json keyword
     linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib sched
     secrets shlex shutil signal statistics string struct subprocess sys tempfile textwrap threading time timeit token
-    tokenize traceback types typing unicodedata unittest unittest.mock urllib.parse uuid warnings weakref zoneinfo
+    tokenize traceback types typing unicodedata unittest unittest.mock urllib.parse uuid warnings weakref zipfile zlib
+    zoneinfo
 """.split()
 
 
 class _MainLoader:
-    """`__main__`'s loader: lets tracebacks, warnings and `inspect` show the program's source."""
+    """`__main__`'s loader: lets tracebacks, warnings and `inspect` show the source of the first step."""
 
     def __init__(self):
         self.source = b""
+        self.steps = 0
 
     def get_source(self, name="__main__"):
         return self.source.decode("utf-8", "replace")
@@ -44,8 +47,38 @@ class _MainLoader:
 
 _main_loader = _MainLoader()
 
-# What linecache takes for "ask this function when a line is wanted".
-_LAZY_MAIN_LINES = (_main_loader.get_source,)
+
+class _Lines(list):
+    """The lines of a program for linecache, split when one is wanted: few programs fail.
+
+    linecache itself would first look for a file of the program's name, along all of sys.path.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self, source):
+        self.source = source
+
+    def _split(self):
+        if self.source is not None:
+            self.extend(self.source.decode("utf-8", "replace").splitlines(keepends=True))
+            self.source = None
+
+    def __len__(self):
+        self._split()
+        return list.__len__(self)
+
+    def __iter__(self):
+        self._split()
+        return list.__iter__(self)
+
+    def __getitem__(self, index):
+        self._split()
+        return list.__getitem__(self, index)
+
+
+def _remember_lines(name, source):
+    linecache.cache[name] = (len(source), None, _Lines(source), name)
 
 
 class _Quitter(_sitebuiltins.Quitter):
@@ -87,16 +120,30 @@ _seed_random = random.seed
 
 
 def begin_step(source, seed):
-    """Prepares for the program `source` (bytes). `seed` is an int for the random module, or None to leave it."""
+    """Prepares for the program `source` (bytes) and returns the file name that it goes by.
+
+    `seed` is an int for the random module, or None to leave it.
+    """
     if seed is not None:
         _seed_random(seed)
     # The end of an earlier step ran the exit handlers; weakref would believe that its own is still registered.
     if weakref.finalize._registered_with_atexit:
         weakref.finalize._registered_with_atexit = False
         weakref.finalize._shutdown = False
-    _main_loader.source = source
-    if linecache.cache.get("main.py") is not _LAZY_MAIN_LINES:
-        linecache.cache["main.py"] = _LAZY_MAIN_LINES
+    _main_loader.steps += 1
+    if _main_loader.steps == 1:
+        _main_loader.source = source
+        _remember_lines("main.py", source)
+        return "main.py"
+    # A name of its own, so that a traceback finds the lines of functions from earlier steps, too.
+    name = f"<step {_main_loader.steps}>"
+    _remember_lines(name, source)
+    return name
+
+
+def set_arguments(arguments):
+    """Makes `arguments` (bytes, each ended by a NUL) the program's, after its name."""
+    sys.argv[:] = ["main.py", *arguments.decode("utf-8", "replace").split("\0")[:-1]]
 
 
 def serve(request):
@@ -145,12 +192,15 @@ def warm_up():
     """Runs typical programs and messages, then puts everything they changed back."""
     for name in PRELOADED:
         importlib.import_module(name)
+    # Makes the path-based finder look at its folders once, before the snapshot.
+    importlib.util.find_spec("_wardian_no_such_module")
     _add_site_builtins()
 
     streams = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = _Discard()
     for _ in range(20):
         for program in _WARM_UP_PROGRAMS:
+            _main_loader.steps = 0
             _wardian_guest.run_step(program, 1)
             _reset_main()
         _wardian_candidate.warm_up()
@@ -158,13 +208,14 @@ def warm_up():
     sys.stdout, sys.stderr = streams
 
     _main_loader.source = b""
+    _main_loader.steps = 0
     linecache.clearcache()
-    linecache.cache["main.py"] = _LAZY_MAIN_LINES
     _wardian_candidate.reset()
     _reset_main()
     random.seed(0)
 
 
+_wardian_absent.install()
 asyncio.set_event_loop_policy(_wardian_loop.EventLoopPolicy())
 # Code that asks for a loop by class gets ours as well.
 asyncio.SelectorEventLoop = asyncio.EventLoop = _wardian_loop.EventLoop

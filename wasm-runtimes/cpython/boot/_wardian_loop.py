@@ -4,6 +4,7 @@ CPython's loops wake themselves through a socket pair, which WASI does not have.
 sockets, nothing can happen to a loop from outside: all it ever waits for is its own next timer. So its selector sleeps.
 """
 
+import errno
 import time
 from asyncio import base_events, events
 
@@ -32,6 +33,9 @@ class EventLoop(base_events.BaseEventLoop):
 
     def _write_to_self(self):
         pass
+
+    async def _make_subprocess_transport(self, *args, **kwargs):
+        raise OSError(errno.ENOTSUP, "the sandbox has no processes")
 
     def run_in_executor(self, executor, func, *args):
         """Runs `func` at once: there are no threads. The result is awaitable as usual."""

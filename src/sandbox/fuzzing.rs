@@ -1,0 +1,217 @@
+//! What the fuzz targets of `fuzz/` run: the host's side of all that a guest, a file or a worker
+//! may say. Each function panics when something is wrong; the tests run them on random bytes.
+
+use std::num::NonZeroU32;
+
+use bytesize::ByteSize;
+
+use super::workers::Frame;
+use super::{
+    CacheFolder, Dialogue, Guest, Limits, Message, RuntimeOptions, Sandbox as _, SandboxError,
+    Snapshot, WasmRuntime,
+};
+
+/// A guest that does what a message says, and nothing but that.
+///
+/// A message is a reply pointer (4 bytes), a reply length (4 bytes), then records of 17 bytes: a
+/// function's number and four arguments. The message stays at 65536, so that arguments can point
+/// into it.
+pub const HOST_CALLS_GUEST: &str = r#"(module
+    (import "wasi_snapshot_preview1" "fd_write"
+        (func $fd_write (param i32 i32 i32 i32) (result i32)))
+    (import "wasi_snapshot_preview1" "fd_read"
+        (func $fd_read (param i32 i32 i32 i32) (result i32)))
+    (import "wasi_snapshot_preview1" "poll_oneoff"
+        (func $poll_oneoff (param i32 i32 i32 i32) (result i32)))
+    (import "wasi_snapshot_preview1" "clock_time_get"
+        (func $clock_time_get (param i32 i64 i32) (result i32)))
+    (import "wasi_snapshot_preview1" "random_get" (func $random_get (param i32 i32) (result i32)))
+    (import "wasi_snapshot_preview1" "proc_exit" (func $proc_exit (param i32)))
+    (import "bridge" "call" (func $bridge_call (param i32 i32) (result i32)))
+    (import "bridge" "take" (func $bridge_take (param i32 i32) (result i32)))
+    (import "meter" "refill" (func $meter_refill))
+    (memory (export "memory") 4)
+    (global (export "__stack_pointer") (mut i32) (i32.const 1024))
+    (func (export "_initialize"))
+    (func (export "init"))
+    (func (export "buf") (param i32) (result i32) (i32.const 65536))
+    (func (export "step") (param i32 i64) (result i32) (i32.const 0))
+    (func (export "reply_ptr") (result i32) (i32.load (i32.const 65536)))
+
+    (func $call (param $at i32)
+        (local $function i32) (local $a i32) (local $b i32) (local $c i32) (local $d i32)
+        (local.set $function (i32.load8_u (local.get $at)))
+        (local.set $a (i32.load offset=1 (local.get $at)))
+        (local.set $b (i32.load offset=5 (local.get $at)))
+        (local.set $c (i32.load offset=9 (local.get $at)))
+        (local.set $d (i32.load offset=13 (local.get $at)))
+        (block $done (block $9 (block $8 (block $7 (block $6 (block $5 (block $4 (block $3 (block $2
+        (block $1 (block $0
+            (br_table $0 $1 $2 $3 $4 $5 $6 $7 $8 $9 $done (local.get $function)))
+            (drop (call $fd_write (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
+            (br $done))
+            (drop (call $fd_read (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
+            (br $done))
+            (drop (call $poll_oneoff (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
+            (br $done))
+            (drop (call $clock_time_get (local.get $a) (i64.extend_i32_u (local.get $b))
+                (local.get $c)))
+            (br $done))
+            (drop (call $random_get (local.get $a) (local.get $b)))
+            (br $done))
+            (call $proc_exit (local.get $a))
+            (br $done))
+            (drop (call $bridge_call (local.get $a) (local.get $b)))
+            (br $done))
+            (drop (call $bridge_take (local.get $a) (local.get $b)))
+            (br $done))
+            (drop (memory.grow (i32.and (local.get $a) (i32.const 7))))
+            (br $done))
+            (call $meter_refill)))
+
+    (func (export "serve") (param $length i32) (result i32)
+        (local $at i32) (local $end i32)
+        (local.set $at (i32.const 65544))
+        (local.set $end (i32.add (i32.const 65536) (local.get $length)))
+        (block $over
+            (loop $next
+                (br_if $over (i32.gt_u (i32.add (local.get $at) (i32.const 17)) (local.get $end)))
+                (call $call (local.get $at))
+                (local.set $at (i32.add (local.get $at) (i32.const 17)))
+                (br $next)))
+        (i32.load (i32.const 65540))))"#;
+
+/// Guests that call the host with whatever numbers they are given.
+#[derive(Debug)]
+pub struct HostCalls {
+    runtime: WasmRuntime,
+    limits: Limits,
+}
+
+impl HostCalls {
+    /// Prepares the guest, given [`HOST_CALLS_GUEST`] as a binary module.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the guest does not load.
+    #[must_use]
+    pub fn new(guest: Vec<u8>) -> Self {
+        let options = RuntimeOptions {
+            guest: Guest::new(guest, Vec::new()),
+            cache: CacheFolder::Disabled,
+            audit_every: NonZeroU32::new(1),
+            ..RuntimeOptions::default()
+        };
+        Self {
+            runtime: WasmRuntime::load(&options, |_| {}).expect("the guest loads"),
+            limits: Limits {
+                memory: ByteSize::mib(2),
+                fuel: 10_000_000,
+                stdout: ByteSize::kib(64),
+                stderr: ByteSize::kib(64),
+                ..Limits::default()
+            },
+        }
+    }
+
+    /// Has two guests call the host, one of them with the other as its peer.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the host fails, or leaves something of these guests to the next ones.
+    pub fn run(&self, bytes: &[u8]) {
+        let (callee, caller) = bytes.split_at(bytes.len() / 2);
+        let message = |bytes: &[u8]| Message {
+            limits: self.limits.clone(),
+            bytes: bytes.to_vec(),
+        };
+        let outcome = self.runtime.converse(&Dialogue {
+            callee: message(callee),
+            // Whatever it answers: a reply of no bytes is what most messages give.
+            proceed_on: Vec::new(),
+            caller: message(caller),
+        });
+        match outcome {
+            Ok(_) | Err(SandboxError::RequestTooLarge { .. }) => {}
+            Err(error) => panic!("the host failed: {error:?}"),
+        }
+        let statistics = self.runtime.statistics();
+        assert_eq!(
+            (statistics.in_use, statistics.failed),
+            (0, 0),
+            "{statistics:?}"
+        );
+    }
+}
+
+/// Reads bytes as a session's snapshot; what can be read is written as it was.
+///
+/// # Panics
+///
+/// Panics if what is read is not what is written.
+pub fn session_snapshot(bytes: &[u8]) {
+    const MAX_BYTES: u64 = 1 << 20;
+    if let Ok(snapshot) = Snapshot::from_bytes(bytes, MAX_BYTES) {
+        assert!(snapshot.state.content.len() as u64 <= MAX_BYTES);
+        let written = snapshot.to_bytes().expect("it fits");
+        let again = Snapshot::from_bytes(&written, MAX_BYTES).expect("we wrote it");
+        assert_eq!(again.to_bytes().expect("it fits"), written);
+    }
+    // With the hash that it should have, so that what follows is reached.
+    if let Some((body, _)) = bytes.split_last_chunk::<32>() {
+        let mut sound = body.to_vec();
+        sound.extend_from_slice(blake3::hash(body).as_bytes());
+        if sound != bytes {
+            session_snapshot(&sound);
+        }
+    }
+}
+
+/// Reads bytes as a message between a process and its worker.
+pub fn worker_frame(bytes: &[u8]) {
+    Frame::read_any(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn host_calls_are_survived() {
+        let calls = HostCalls::new(wat::parse_str(HOST_CALLS_GUEST).unwrap());
+        // Each function once, with arguments that it accepts, so that it is known to be reached.
+        let mut message = [0_u32; 2].map(u32::to_le_bytes).concat();
+        for (function, arguments) in [
+            (0, [1, 65536, 1, 16]),
+            (1, [0, 65536, 1, 16]),
+            (2, [65536, 128, 1, 16]),
+            (3, [0, 0, 128, 0]),
+            (4, [128, 64, 0, 0]),
+            (6, [65536, 8, 0, 0]),
+            (7, [128, 0, 0, 0]),
+            (8, [1, 0, 0, 0]),
+            (9, [0; 4]),
+            (5, [3, 0, 0, 0]),
+        ] {
+            message.push(function);
+            message.extend(arguments.map(u32::to_le_bytes).concat());
+        }
+        calls.run(&message.repeat(2));
+        proptest!(ProptestConfig::with_cases(200), |(bytes: Vec<u8>)| calls.run(&bytes));
+    }
+
+    proptest! {
+        #[test]
+        fn snapshots_are_read_or_refused(bytes: Vec<u8>) {
+            session_snapshot(&bytes);
+            session_snapshot(&[b"wardian\0\x01\0\0\0", &bytes[..]].concat());
+        }
+
+        #[test]
+        fn frames_are_read_or_refused(bytes: Vec<u8>) {
+            worker_frame(&bytes);
+        }
+    }
+}
