@@ -1,7 +1,10 @@
 //! `meter.refill`: how a guest's meter asks the host whether it may go on.
 //!
-//! The meter holds all that is left of a call's budget, so when a call runs out of it does not
-//! depend on when the host is asked.
+//! The meter holds what is left of a call's fuel, up to more than any loop of the guest takes that
+//! does not ask; the rest is in reserve and is handed out whenever the host is asked. Where that is
+//! depends on the fuel used alone, so a call runs out at the same point on every machine. A loop
+//! that takes more without asking is one that a wrecked interpreter cannot leave: it has used up
+//! its fuel, early, rather than outrun the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -15,18 +18,29 @@ use super::meter::{MARK, METER, REFILL};
 /// Units between two looks at the deadline: one to three milliseconds.
 const SLICE: i64 = 20_000_000;
 
-/// When a call has to end, other than by using up its meter.
+/// The least that the meter is given, if there is as much: a fifth of a second.
+const MIN_GIVEN: i64 = 1_000_000_000;
+/// What is given for each byte that the guest's memory may have. A loop that does not ask goes over
+/// memory, once, and an iteration takes a few units.
+const GIVEN_PER_BYTE: i64 = 16;
+
+/// When a call has to end, and the fuel that its meter does not hold.
 #[derive(Debug)]
 pub(super) struct Budget {
+    reserve: i64,
+    /// The most that the meter holds.
+    given: i64,
     /// `None` until the first call, and beyond what the clock can hold.
     deadline: Option<Instant>,
-    slice: i64,
+    pub(super) slice: i64,
     cancel: Option<Cancel>,
 }
 
 impl Default for Budget {
     fn default() -> Self {
         Self {
+            reserve: 0,
+            given: MIN_GIVEN,
             deadline: None,
             slice: SLICE,
             cancel: None,
@@ -86,29 +100,40 @@ impl Gauge {
         })
     }
 
-    /// Sets the meter to `fuel`.
+    /// Starts a call with `fuel`.
     ///
     /// # Errors
     ///
     /// Returns an error if the module's globals are not the meter's.
     pub(super) fn start(self, store: &mut Store<Host>, fuel: u64) -> Result<(), SandboxError> {
-        let slice = store.data().budget.slice;
+        let host = store.data_mut();
+        let memory = i64::try_from(host.memory.limit()).unwrap_or(i64::MAX);
+        host.budget.given = memory.saturating_mul(GIVEN_PER_BYTE).max(MIN_GIVEN);
         let fuel = i64::try_from(fuel).unwrap_or(i64::MAX);
-        self.meter
-            .set(&mut *store, Val::I64(fuel))
-            .and_then(|()| self.mark.set(store, Val::I64(next_mark(fuel, slice))))
+        self.give(store, fuel)
             .map_err(SandboxError::engine("setting the meter"))
     }
 
-    /// Returns what is left; below zero when it was used up.
-    pub(super) fn left(self, store: impl AsContextMut) -> i64 {
-        self.meter.get(store).i64().unwrap_or(-1)
+    /// Divides `fuel` between meter and reserve.
+    fn give(self, mut store: impl AsContextMut<Data = Host>, fuel: i64) -> Result<()> {
+        let mut store = store.as_context_mut();
+        let budget = &mut store.data_mut().budget;
+        let given = fuel.min(budget.given);
+        budget.reserve = fuel - given;
+        // Never below zero: asking is a charge's only check.
+        let mark = given.saturating_sub(budget.slice).max(0);
+        self.meter.set(&mut store, Val::I64(given))?;
+        self.mark.set(&mut store, Val::I64(mark))
     }
-}
 
-/// Where to be asked next. Never below zero: asking is a charge's only check.
-fn next_mark(left: i64, slice: i64) -> i64 {
-    left.saturating_sub(slice).max(0)
+    /// Returns what is left; below zero when it was used up.
+    pub(super) fn left(self, mut store: impl AsContextMut<Data = Host>) -> i64 {
+        let mut store = store.as_context_mut();
+        match self.meter.get(&mut store).i64() {
+            Some(left @ 0..) => left.saturating_add(store.data().budget.reserve),
+            _ => -1,
+        }
+    }
 }
 
 /// Defines the meter's question in `linker`.
@@ -126,14 +151,13 @@ fn refill(mut caller: Caller<'_, Host>) -> Result<()> {
     ) else {
         return Ok(());
     };
-    let left = Gauge { meter, mark }.left(&mut caller);
+    let gauge = Gauge { meter, mark };
+    let left = gauge.left(&mut caller);
     if left < 0 {
         return Err(Stop::OutOfFuel.into());
     }
-    let budget = &caller.data().budget;
-    if let Some(stop) = budget.stop() {
+    if let Some(stop) = caller.data().budget.stop() {
         return Err(stop.into());
     }
-    let next = next_mark(left, budget.slice);
-    mark.set(caller, Val::I64(next))
+    gauge.give(caller, left)
 }

@@ -18,9 +18,9 @@ const MAX_FUEL: u64 = i64::MAX as u64;
 /// What one guest may use; what it does not grant is denied.
 ///
 /// `memory` holds for the life of an interpreter; `fuel` and `deadline` are per call, so a
-/// [`Session`](super::Session) gets them anew for every step. Fuel counts executed Wasm operators
-/// (10⁹ is 0.1–0.2 s of Python) and is the limit to decide rewards by: the same program always
-/// uses the same amount. The deadline is wall-clock time and depends on the machine's load; leave
+/// [`Session`](super::Session) gets them anew for every step. Fuel counts the work done,
+/// in about executed Wasm operators (10⁹ is 0.1–0.2 s of Python), and is the limit to decide
+/// rewards by: the same program always uses the same amount. The deadline is wall-clock time and depends on the machine's load; leave
 /// it generous.
 ///
 /// # Examples
@@ -36,7 +36,8 @@ const MAX_FUEL: u64 = i64::MAX as u64;
 pub struct Limits {
     /// Linear memory, the interpreter's own 40 MiB included; default 256 MiB.
     pub memory: ByteSize,
-    /// Wasm operators per call; default 20 billion, two to four seconds of Python.
+    /// Units of work per call, about one Wasm operator each; default 20 billion, two to four
+    /// seconds of Python.
     pub fuel: u64,
     /// Wall-clock time per call; default 10 s.
     #[serde(rename = "deadline_seconds", with = "super::seconds")]

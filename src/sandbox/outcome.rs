@@ -177,7 +177,7 @@ impl fmt::Display for Exit {
 /// What a guest used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Usage {
-    /// Wasm operators executed; the same for the same program.
+    /// Units of work, about one Wasm operator each; the same for the same program.
     pub fuel: u64,
     /// Linear memory at the end, which never shrinks, in bytes.
     pub memory_bytes: u64,

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use wasm_encoder::reencode::{Error, Reencode, utils};
 use wasm_encoder::{
     BlockType, CodeSection, ConstExpr, EntityType, ExportKind, ExportSection, Function,
-    GlobalSection, GlobalType, ImportSection, Module, TypeSection, ValType,
+    GlobalSection, GlobalType, ImportSection, Module, SectionId, TypeSection, ValType,
 };
 use wasmparser::{
     CustomSectionReader, ExportSectionReader, FunctionBody, GlobalSectionReader,
@@ -85,10 +85,21 @@ impl Reencode for Rewriter<'_> {
         section: ImportSectionReader<'_>,
     ) -> Rewritten {
         utils::parse_import_section(self, imports, section)?;
-        if self.shape.refill.is_none() {
-            let types = u32::try_from(self.shape.parameters.len()).expect("indices are 32 bits");
-            let ty = self.shape.empty_type.unwrap_or(types);
-            imports.import(REFILL.0, REFILL.1, EntityType::Function(ty));
+        self.import_refill(imports);
+        Ok(())
+    }
+
+    fn intersperse_section_hook(
+        &mut self,
+        module: &mut Module,
+        after: Option<SectionId>,
+        before: Option<SectionId>,
+    ) -> Rewritten {
+        // A module without imports has no section for them.
+        if after == Some(SectionId::Type) && before != Some(SectionId::Import) {
+            let mut imports = ImportSection::new();
+            self.import_refill(&mut imports);
+            module.section(&imports);
         }
         Ok(())
     }
@@ -182,14 +193,22 @@ impl Reencode for Rewriter<'_> {
 }
 
 impl Rewriter<'_> {
+    fn import_refill(&self, imports: &mut ImportSection) {
+        if self.shape.refill.is_none() {
+            let types = u32::try_from(self.shape.parameters.len()).expect("indices are 32 bits");
+            let ty = self.shape.empty_type.unwrap_or(types);
+            imports.import(REFILL.0, REFILL.1, EntityType::Function(ty));
+        }
+    }
+
     /// Weighs a loop.
     ///
-    /// The host is asked in loops that call through pointers, hold other loops or are large:
-    /// iterators, callbacks, interpreters.
+    /// The host is asked in loops that call far, hold other loops or are large. The rest are scans
+    /// and copies, which memory bounds.
     fn iteration(&self, outline: &outline::Loop) -> (u32, Otherwise) {
         let weight = Weight::of(&outline.work, &self.charged, |callee| self.weights[callee]);
         let units = units(weight);
-        let asks = weight.calls_indirectly || outline.has_loop || units >= LARGE;
+        let asks = weight.calls_far || outline.has_loop || units >= LARGE;
         (units, Otherwise::ask_if(asks))
     }
 

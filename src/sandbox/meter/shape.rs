@@ -204,8 +204,8 @@ impl Shape {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Weight {
     pub(super) operators: f64,
-    /// Whether it calls something through a pointer.
-    pub(super) calls_indirectly: bool,
+    /// Whether it calls something of unknown weight: through a pointer, or charged itself.
+    pub(super) calls_far: bool,
 }
 
 impl Weight {
@@ -213,13 +213,15 @@ impl Weight {
     pub(super) fn of(work: &Work, charged: &[bool], weight: impl Fn(usize) -> Self) -> Self {
         let mut sum = Self {
             operators: work.operators,
-            calls_indirectly: work.calls_indirectly,
+            calls_far: work.calls_indirectly,
         };
         for &(callee, times) in &work.calls {
-            if !charged[callee as usize] {
+            if charged[callee as usize] {
+                sum.calls_far = true;
+            } else {
                 let callee = weight(callee as usize);
                 sum.operators += times * callee.operators;
-                sum.calls_indirectly |= callee.calls_indirectly;
+                sum.calls_far |= callee.calls_far;
             }
         }
         sum

@@ -35,7 +35,9 @@ const GUEST: &str = r#"(module
         (i32.store (i32.const 16) (global.get $buffer))
         (i32.store (i32.const 20) (local.get $length))
         (drop (call $write (local.get $fd) (i32.const 16) (i32.const 1) (i32.const 24))))
-    (func $forever (loop $again (br $again)))
+    ;; A loop with a loop inside asks the host; the other one does not.
+    (func $forever (loop $again (loop) (br $again)))
+    (func $unasked (loop $again (br $again)))
     (func $recurse (result i32) (i32.add (call $recurse) (i32.const 1)))
 
     (func (export "step") (param $length i32) (param $seed i64) (result i32)
@@ -43,6 +45,8 @@ const GUEST: &str = r#"(module
         (local.set $letter (i32.load8_u (global.get $buffer)))
         ;; L: loop
         (if (i32.eq (local.get $letter) (i32.const 0x4c)) (then (call $forever)))
+        ;; U: loop without asking the host
+        (if (i32.eq (local.get $letter) (i32.const 0x55)) (then (call $unasked)))
         ;; T: trap
         (if (i32.eq (local.get $letter) (i32.const 0x54)) (then (unreachable)))
         ;; R: recurse
@@ -134,6 +138,21 @@ fn a_loop_ends_at_its_deadline() {
     };
     assert_eq!(limit, deadline);
     assert!(elapsed >= deadline && started.elapsed() < Duration::from_secs(30));
+}
+
+/// No loop of a sound interpreter takes so long without asking; a wrecked one ends all the same.
+#[test]
+fn a_loop_that_never_asks_runs_out_of_fuel() {
+    let limits = Limits {
+        fuel: i64::MAX as u64,
+        deadline: Duration::from_secs(600),
+        ..limits()
+    };
+    let started = Instant::now();
+    let outcome = exec("U", &limits);
+    assert_eq!(outcome.exit, Exit::OutOfFuel { limit: limits.fuel });
+    assert_eq!(outcome.usage.fuel, limits.fuel);
+    assert!(started.elapsed() < Duration::from_secs(60));
 }
 
 #[test]
@@ -334,15 +353,12 @@ fn a_session_refuels_for_each_step() {
         ..limits()
     };
     let mut session = runtime().session(&limits).unwrap();
-    let used = session.step(&ExecRequest::new("N")).unwrap().usage.fuel;
+    // Printing is paid for.
+    let print = ExecRequest::new("P");
+    let used = session.step(&print).unwrap().usage.fuel;
+    assert!(used > 0);
     for _ in 0..10_000 / used + 1 {
-        assert!(
-            session
-                .step(&ExecRequest::new("N"))
-                .unwrap()
-                .exit
-                .is_success()
-        );
+        assert!(session.step(&print).unwrap().exit.is_success());
     }
 }
 
