@@ -79,7 +79,7 @@ pub(super) struct LimitArgs {
     /// Memory of the whole interpreter
     #[arg(long, value_name = "SIZE", default_value = "256MiB")]
     memory: ByteSize,
-    /// Instructions, counted in WebAssembly operators
+    /// Fuel: units of work, about one WebAssembly operator each
     #[arg(long, value_name = "N")]
     fuel: Option<u64>,
     /// Wall-clock time, such as `2s` or `500ms`

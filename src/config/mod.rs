@@ -217,14 +217,15 @@ pub struct SandboxConfig {
     /// Linear memory of an instance, interpreter included; 256MiB unless given.
     #[serde(with = "units::byte_size")]
     pub memory: ByteSize,
-    /// Fuel, about one unit for each WebAssembly instruction; 10 billion unless given, one to two
-    /// seconds of Python. It ends a program at the same instruction on every machine, so keep the
-    /// deadlines well above it.
+    /// Fuel, in units of work of about one WebAssembly operator; 10 billion unless given, mostly
+    /// one to three seconds of Python. It ends a program at the same point on every machine, so
+    /// keep the deadlines well above it.
     pub fuel: u64,
-    /// Wall-clock time of one call; 10s unless given.
+    /// Wall-clock time of one call; 30s unless given. An episode that meets it is left out of
+    /// learning: it says something about the machine.
     #[serde(with = "units::duration")]
     pub deadline: Duration,
-    /// Wall-clock time for all tests of one submission; 20s unless given.
+    /// Wall-clock time for all tests of one submission; 60s unless given.
     #[serde(with = "units::duration")]
     pub grade_deadline: Duration,
     /// Standard output and error kept of one tool call, each; 64KiB unless given.
@@ -239,8 +240,8 @@ pub struct SandboxConfig {
     /// How an interpreter is made fresh; `in-place` unless given. `reinstantiate` is slower and
     /// leans on fewer proofs.
     pub restore: Restore,
-    /// Fresh interpreters of which one is compared with the original, all of its memory; 0, which
-    /// is the default, for none.
+    /// Compares all memory of an interpreter with the original after every so many restores; 0,
+    /// which is the default, for never.
     pub audit_every: u32,
     /// How fuel is counted; `loops` unless given. `instructions` is exact and much slower.
     pub meter: Meter,
@@ -251,8 +252,8 @@ impl Default for SandboxConfig {
         Self {
             memory: ByteSize::mib(256),
             fuel: 10_000_000_000,
-            deadline: Duration::from_secs(10),
-            grade_deadline: Duration::from_secs(20),
+            deadline: Duration::from_secs(30),
+            grade_deadline: Duration::from_secs(60),
             output: ByteSize::kib(64),
             wheels: Vec::new(),
             workers: 0,

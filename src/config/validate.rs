@@ -10,12 +10,12 @@ use super::{ConfigError, Issue, RunConfig, TrainMode};
 const MEMORY: (ByteSize, ByteSize) = (ByteSize::mib(64), ByteSize::gib(4));
 
 /// Longer than any scoring, short enough that a lost call does not look like a hung run.
-/// More processes than any machine has cores.
-const MAX_WORKERS: usize = 1024;
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
 
 /// More episodes, turns or tokens than any machine has memory for; products of two still fit.
 const MAX_COUNT: usize = 1_000_000;
+/// More processes than any machine has cores.
+const MAX_WORKERS: usize = 1024;
 
 /// Collects what is wrong.
 struct Issues(Vec<Issue>);

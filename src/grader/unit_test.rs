@@ -46,10 +46,10 @@ const SUBMISSION_ENDED: [&str; 2] = [
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradeLimits {
-    /// For the submission, from its loading to the last test; default 10 billion fuel, 10 s,
+    /// For the submission, from its loading to the last test; default 10 billion fuel, 60 s,
     /// 256 MiB.
     pub candidate: Limits,
-    /// For the tests; default 40 billion fuel, 30 s, 512 MiB. Its deadline includes the
+    /// For the tests; default 40 billion fuel, 120 s, 512 MiB. Its deadline includes the
     /// submission's time.
     pub grader: Limits,
 }
@@ -70,7 +70,7 @@ impl Default for GradeLimits {
             grader: Limits {
                 memory: ByteSize::mib(512),
                 fuel: 40_000_000_000,
-                deadline: Duration::from_secs(30),
+                deadline: Duration::from_secs(120),
                 ..silent
             },
         }

@@ -166,8 +166,9 @@ impl CompiledGuest {
     fn from_cache(engine: &Engine, stored: Stored) -> Result<Self, SandboxError> {
         // SAFETY: the file was written by `load_or_prepare` of this version for this engine (the
         // cache's key says so), belongs to the current user, is writable by nobody else, and has
-        // the hash of what was written; `Cache::load` checked that on this very descriptor. Files
-        // in the cache are replaced by rename, never changed in place.
+        // the hash of what was written: `Cache::load` found that on this very descriptor, now or
+        // before, with the same inode, size and times. Files in the cache are replaced by rename,
+        // never changed in place.
         let module = unsafe { Module::deserialize_open_file(engine, stored.code) }
             .map_err(SandboxError::engine("loading the compiled guest"))?;
         Ok(Self {

@@ -23,7 +23,7 @@ pub(super) struct Host {
     pub(super) stdout: Capture,
     pub(super) stderr: Capture,
     pub(super) memory: MemoryLimiter,
-    /// What a fork shares with its parent.
+    /// What a fork gets a copy of.
     pub(super) carried: Carried,
     /// When the current call has to end.
     pub(super) budget: Budget,

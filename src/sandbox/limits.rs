@@ -12,16 +12,17 @@ use super::error::SandboxError;
 const MAX_MEMORY: ByteSize = ByteSize::gib(4);
 /// A deadline beyond this is a mistake in the configuration: a sandboxed call is seconds long.
 const MAX_DEADLINE: Duration = Duration::from_hours(24);
-/// wasmtime counts fuel in an `i64`.
+/// Meters count in an `i64`.
 const MAX_FUEL: u64 = i64::MAX as u64;
 
 /// What one guest may use; what it does not grant is denied.
 ///
 /// `memory` holds for the life of an interpreter; `fuel` and `deadline` are per call, so a
-/// [`Session`](super::Session) gets them anew for every step. Fuel counts the work done,
-/// in about executed Wasm operators (10⁹ is 0.1–0.2 s of Python), and is the limit to decide
-/// rewards by: the same program always uses the same amount. The deadline is wall-clock time and depends on the machine's load; leave
-/// it generous.
+/// [`Session`](super::Session) gets them anew for every step. Fuel counts the work done, in units
+/// of about one Wasm operator: 10⁹ is mostly 0.1 to 0.3 s of Python, and 1 s at most. It is the
+/// limit to decide rewards by: the same program always uses the same amount. The deadline is
+/// wall-clock time and depends on the machine's load; leave it so generous that fuel is used up
+/// first.
 ///
 /// # Examples
 ///
@@ -36,10 +37,9 @@ const MAX_FUEL: u64 = i64::MAX as u64;
 pub struct Limits {
     /// Linear memory, the interpreter's own 40 MiB included; default 256 MiB.
     pub memory: ByteSize,
-    /// Units of work per call, about one Wasm operator each; default 20 billion, two to four
-    /// seconds of Python.
+    /// Units of work per call; default 20 billion, mostly two to six seconds of Python.
     pub fuel: u64,
-    /// Wall-clock time per call; default 10 s.
+    /// Wall-clock time per call; default 60 s.
     #[serde(rename = "deadline_seconds", with = "super::seconds")]
     pub deadline: Duration,
     /// Bytes of standard output kept per call, the rest is dropped; default 1 MiB.
@@ -53,7 +53,7 @@ impl Default for Limits {
         Self {
             memory: ByteSize::mib(256),
             fuel: 20_000_000_000,
-            deadline: Duration::from_secs(10),
+            deadline: Duration::from_secs(60),
             stdout: ByteSize::mib(1),
             stderr: ByteSize::mib(1),
         }
@@ -90,11 +90,10 @@ impl Limits {
                 ),
             );
         }
-        if self.stdout > MAX_MEMORY || self.stderr > MAX_MEMORY {
-            return invalid(
-                "stdout",
-                format!("`stdout` and `stderr` are at most {MAX_MEMORY}"),
-            );
+        for (name, size) in [("stdout", self.stdout), ("stderr", self.stderr)] {
+            if size > MAX_MEMORY {
+                return invalid(name, format!("must be at most {MAX_MEMORY}, is {size}"));
+            }
         }
         Ok(())
     }

@@ -11,8 +11,9 @@
 //! it does reaches another instance.
 //!
 //! **How a fresh interpreter is cheap**: the interpreter is started once, at preparation, with
-//! its standard library loaded, and its memory is frozen into the module. An instance maps that
-//! image copy-on-write and pays only for the pages it writes.
+//! its standard library loaded, and its memory is kept as an image. An instance maps that image
+//! copy-on-write and pays only for the pages it writes; afterwards these are restored, and the
+//! instance is used again.
 //!
 //! **Determinism**: with the same seed a program sees the same clock, random bytes and hashes,
 //! and uses the same fuel, in every process and on every machine. Only the wall-clock deadline

@@ -199,6 +199,7 @@ mod tests {
         let ends = [
             (Exit::Exited { code: 3 }, "exited"),
             (Exit::OutOfFuel { limit: 1 }, "out_of_fuel"),
+            (Exit::Cancelled, "cancelled"),
             (
                 Exit::DeadlineExceeded {
                     limit: Duration::ZERO,

@@ -62,13 +62,14 @@ pub struct RuntimeOptions {
 
 /// How a guest's fuel is counted and its deadline kept.
 ///
-/// Both end every program, and both use the same fuel for the same program.
+/// With either, every program ends, and the same program uses the same fuel; the two meters count
+/// differently.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Meter {
     /// By loop iterations and calls, weighed by the code in them: about one unit per operator.
     ///
-    /// Slows Python down by some per cent.
+    /// Slows Python down by 3 to 5 %.
     #[default]
     Loops,
     /// By executed operators, exactly, by wasmtime's fuel and epochs.

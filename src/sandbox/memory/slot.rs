@@ -12,8 +12,8 @@ use wasmtime::{LinearMemory, MemoryCreator, MemoryType};
 use super::faults::{self, Since};
 use super::{Image, PAGE, Pagemap};
 
-/// What a 32-bit memory can address, and 4 GiB of constant offset beyond it: with all of it
-/// reserved, an access needs no bounds check. wasmtime's guard comes on top.
+/// What a 32-bit memory can address: with all of it reserved, and wasmtime's guard for constant
+/// offsets behind it, an access needs no bounds check.
 const RESERVED: usize = 4 << 30;
 /// Slots start where the kernel starts a page table, so that scans walk as few as possible.
 const ALIGNMENT: usize = 2 << 20;

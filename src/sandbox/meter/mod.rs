@@ -51,7 +51,7 @@ const GROWTH: u32 = 4096;
 /// Bulk memory instructions pay one unit for 2 to this power bytes.
 const BULK_SHIFT: u32 = 3;
 /// What a guest's own call of [`REFILL`] pays: about the operators from one to the next.
-const MARKED: u32 = 400;
+const MARKED: u32 = 100;
 /// A loop or function of so many units asks: the call weighs little in it.
 const LARGE: u32 = 256;
 

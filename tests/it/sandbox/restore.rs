@@ -31,7 +31,7 @@ fn audited(restore: Restore) -> WasmRuntime {
     WasmRuntime::load(&options, |_| {}).unwrap()
 }
 
-/// Fuel for some ten million operators, so that an endless loop is soon over.
+/// So little fuel that an endless loop is soon over.
 fn limits() -> Limits {
     Limits {
         fuel: 300_000_000,
