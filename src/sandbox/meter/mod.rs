@@ -49,7 +49,7 @@ const HOST_CALL: u32 = 500;
 /// What `memory.grow` pays.
 const GROWTH: u32 = 4096;
 /// Bulk memory instructions pay one unit for 2 to this power bytes.
-const BULK_SHIFT: u32 = 3;
+const BULK_SHIFT: u32 = 1;
 /// What a guest's own call of [`REFILL`] pays: about the operators from one to the next.
 const MARKED: u32 = 100;
 /// A loop or function of so many units asks: the call weighs little in it.

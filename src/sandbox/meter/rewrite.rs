@@ -153,7 +153,8 @@ impl Reencode for Rewriter<'_> {
         let mut function = Function::new(locals);
         if self.charged[index] {
             let units = units(self.weights[index]);
-            self.charge(&mut function, units, Otherwise::ask_if(units >= LARGE));
+            let asks = units >= LARGE || self.shape.recurs(index);
+            self.charge(&mut function, units, Otherwise::ask_if(asks));
         }
         let mut loops = outline.loops.iter();
         let mut operators = body.get_operators_reader()?;

@@ -173,6 +173,24 @@ impl Shape {
         is_free.into_iter().map(|is_free| !is_free).collect()
     }
 
+    /// Returns whether a function calls itself, directly or by way of others, but not by pointers.
+    pub(super) fn recurs(&self, function: usize) -> bool {
+        let mut seen = vec![false; self.functions.len()];
+        let mut pending = vec![function];
+        while let Some(index) = pending.pop() {
+            for &callee in &self.functions[index].calls {
+                let callee = callee as usize;
+                if callee == function {
+                    return true;
+                }
+                if !std::mem::replace(&mut seen[callee], true) {
+                    pending.push(callee);
+                }
+            }
+        }
+        false
+    }
+
     /// Weighs each function: its own work outside of loops and that of the free functions it calls.
     pub(super) fn weigh(&self, charged: &[bool]) -> Vec<Weight> {
         let mut weights = vec![None; self.functions.len()];

@@ -84,6 +84,53 @@ fn an_endless_loop_meets_its_deadline() {
     assert!(matches!(exit, Exit::DeadlineExceeded { .. }), "{exit}");
 }
 
+/// Work that stays in one C function, or in few, for as long as it is let.
+#[rstest]
+#[case::bytecode("while True: pass")]
+#[case::handler("while True:\n  try: 1 / 0\n  except Exception: pass")]
+#[case::uninterrupted_jumps(
+    "import dis\ndef f():\n  while True: pass\ncode = bytearray(f.__code__.co_code)\n\
+     for i in range(0, len(code), 2):\n\
+     \x20 if code[i] == dis.opmap['JUMP_BACKWARD']:\n\
+     \x20   code[i] = dis.opmap['JUMP_BACKWARD_NO_INTERRUPT']\n\
+     f.__code__ = f.__code__.replace(co_code=bytes(code))\nf()"
+)]
+#[case::sum("sum(range(10**12))")]
+#[case::sum_of_one("import itertools\nsum(itertools.repeat(1))")]
+#[case::queue("import collections, itertools\ncollections.deque(itertools.count(), 0)")]
+#[case::sort("a = ['x' * (i % 7) for i in range(10**5)]\nwhile True: a.sort(key=len)")]
+#[case::search("a = [0] * 10**7\nwhile True: 1 in a")]
+#[case::regex("import re\nre.match(r'(a+)+$', 'a' * 60 + 'b')")]
+#[case::copies("a = 'a' * 10**7\nwhile True: a + 'b'")]
+#[case::power("3 ** 10**8")]
+#[case::division("a = 1 << 10**7\nb = (1 << 5 * 10**6) + 12345\na % b")]
+#[case::decimal("import decimal as d\nd.getcontext().prec = 10**6\nd.Decimal(2).exp()")]
+#[case::substrings("s = 'a' * 10**6\nwhile True: s.count('a' * 999 + 'b')")]
+#[case::hash("import hashlib\nb = bytes(10**7)\nwhile True: hashlib.sha512(b)")]
+#[case::recursion("def f(n):\n  if n: f(n - 1); f(n - 1)\nf(900)")]
+#[case::garbage("import gc\na = [[] for _ in range(10**5)]\nwhile True: gc.collect()")]
+#[case::output("while True: print('x' * 1000)")]
+#[case::clock("import time\nwhile True: time.sleep(1)")]
+fn endless_work_meets_either_limit(#[case] code: &str) {
+    let limits = Limits {
+        fuel: 2_000_000_000,
+        deadline: Duration::from_mins(1),
+        ..Limits::default()
+    };
+    let runs = [(); 2].map(|()| exec_with(code, &limits));
+    assert_eq!(runs[0].exit, Exit::OutOfFuel { limit: limits.fuel });
+    assert_eq!(runs[0].exit, runs[1].exit);
+    assert_eq!(runs[0].stdout, runs[1].stdout);
+
+    let limits = Limits {
+        fuel: i64::MAX as u64,
+        deadline: Duration::from_millis(50),
+        ..Limits::default()
+    };
+    let exit = exec_with(code, &limits).exit;
+    assert!(matches!(exit, Exit::DeadlineExceeded { .. }), "{exit}");
+}
+
 #[test]
 fn an_uncaught_memory_error_is_out_of_memory() {
     let limits = Limits {
