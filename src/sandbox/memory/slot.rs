@@ -153,6 +153,8 @@ pub(in crate::sandbox) struct Slot {
     /// Since when only kept pages are private if there was no page fault.
     no_fault_since: Option<Since>,
     restores: u64,
+    /// Restores for which the page tables were searched.
+    searches: u64,
     /// Scratch: the runs of private pages.
     private: Vec<Range<usize>>,
 }
@@ -182,6 +184,7 @@ impl Slot {
             kept_runs: Vec::new(),
             no_fault_since: None,
             restores: 0,
+            searches: 0,
             private: Vec::new(),
         })
     }
@@ -243,6 +246,7 @@ impl Slot {
         if is_without_faults {
             private.append(&mut self.kept_runs);
         } else {
+            self.searches += 1;
             pagemap.private_pages(mapping.addresses(memory.len()), &mut private)?;
             for run in &mut private {
                 *run = mapping.pages(run);
@@ -272,6 +276,11 @@ impl Slot {
                 _ => self.kept_runs.push(page..page + 1),
             }
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn searches(&self) -> u64 {
+        self.searches
     }
 
     /// Restores a run of private pages, by copying unless too many are kept already.

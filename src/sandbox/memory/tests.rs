@@ -105,9 +105,71 @@ fn what_was_written_is_restored() {
     }
 }
 
+/// A guest whose page 3 is kept, on a thread whose faults have been counted.
+fn guest_with_a_kept_page() -> Option<Guest> {
+    let pagemap = Pagemap::open().ok().filter(Pagemap::counts_faults);
+    if pagemap.is_none() {
+        println!("skipped: this kernel does not tell what is needed");
+    }
+    let mut guest = Guest::new(Some(&Arc::new(pagemap?)));
+    for _ in 0..3 {
+        guest.write(3, 1);
+        guest.restore();
+    }
+    Some(guest)
+}
+
+#[test]
+fn without_a_fault_the_page_tables_are_not_searched() {
+    let Some(mut guest) = guest_with_a_kept_page() else {
+        return;
+    };
+    let searches = guest.slot.searches();
+    guest.slot.begin();
+    guest.write(3, 0xff);
+    guest.restore();
+    assert_eq!(
+        guest.slot.searches(),
+        searches,
+        "only the kept page was written"
+    );
+    assert!(guest.is_restored());
+    guest.slot.begin();
+    guest.write(9, 0xff);
+    guest.restore();
+    assert_eq!(
+        guest.slot.searches(),
+        searches + 1,
+        "another page met a fault"
+    );
+    assert!(guest.is_restored());
+}
+
+/// The faults of one thread say nothing about what another one wrote.
+#[test]
+fn a_guest_that_changed_threads_is_searched_for() {
+    let Some(mut guest) = guest_with_a_kept_page() else {
+        return;
+    };
+    guest.slot.begin();
+    let mut guest = std::thread::spawn(move || {
+        guest.slot.use_here();
+        guest.write(9, 0xff);
+        guest
+    })
+    .join()
+    .unwrap();
+    let searches = guest.slot.searches();
+    guest.slot.use_here();
+    guest.restore();
+    assert_eq!(guest.slot.searches(), searches + 1);
+    assert!(guest.is_restored());
+}
+
 #[test]
 fn pages_written_often_are_kept_and_others_given_back() {
     let Some(pagemap) = Pagemap::open().ok().map(Arc::new) else {
+        println!("skipped: this kernel has no PAGEMAP_SCAN");
         return;
     };
     let mut guest = Guest::new(Some(&pagemap));

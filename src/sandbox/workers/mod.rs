@@ -2,7 +2,8 @@
 //!
 //! Threads of one process share its page tables: when guests write many new pages, restoring one
 //! instance holds up all others. Processes do not. And whatever ends a worker, from a signal to a
-//! bug in the sandbox itself, ends the steps that run in it and nothing else.
+//! bug in the sandbox itself, ends what runs in it and its sessions, and nothing else. A worker that
+//! gives no answer long after a call's deadline is killed.
 //!
 //! [`Workers`] starts the processes, spreads callers over them, and replaces one that dies. A
 //! fresh program that was under way in it runs again elsewhere: it has no effects but its
@@ -42,6 +43,8 @@ use super::{
 const GRACE: Duration = Duration::from_secs(5);
 /// The time in which a session is opened, forked, saved or closed.
 const SESSION_CALL: Duration = Duration::from_secs(60);
+/// The time in which a worker takes note of a cancellation.
+const CANCEL_CALL: Duration = Duration::from_secs(10);
 
 /// How to start [`Workers`].
 #[derive(Debug, Clone)]
@@ -210,7 +213,7 @@ impl Workers {
     }
 
     /// Returns what cancels a call in whatever worker it is.
-    fn canceller(&self, number: u64) -> impl Fn() + Send + 'static {
+    fn canceller(&self, number: u64) -> impl Fn() + Send + Sync + 'static {
         let workers = self.clone();
         move || {
             let call = Frame {
@@ -219,7 +222,7 @@ impl Workers {
             };
             for process in &workers.inner.processes {
                 // A worker that cannot be asked runs nothing.
-                let _ = process.ask(&call, SESSION_CALL);
+                let _ = process.ask(&call, CANCEL_CALL);
             }
         }
     }

@@ -56,7 +56,7 @@ fn cases(prefix: &str) -> Vec<Case> {
 fn run(case: &Case) -> ExecOutcome {
     let limits = Limits {
         memory: ByteSize::mib(256),
-        fuel: 8_000_000_000,
+        fuel: 12_000_000_000,
         ..Limits::default()
     };
     if let Some(plant) = &case.plant {

@@ -34,7 +34,7 @@ sys.stdout.buffer.write(open('w', 'rb').read())"
 fn load(wheel: &Path) -> Result<WasmRuntime, SandboxError> {
     let options = RuntimeOptions {
         guest: Guest::python_with_wheels([wheel])?,
-        cache: CacheFolder::User,
+        cache: CacheFolder::Disabled,
         max_instances: 4,
         ..RuntimeOptions::default()
     };
