@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Clones stand for the same cancellation. The program ends as
 /// [`Exit::Cancelled`](super::Exit::Cancelled), as a rule within some milliseconds, after a plain
 /// pass over much memory within half a second; and so does every later one that is given the same
-/// cancellation. A program that still waits for an instance begins first.
+/// cancellation.
 ///
 /// # Examples
 ///

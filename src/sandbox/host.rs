@@ -39,6 +39,8 @@ pub(super) struct Host {
 pub(super) struct Carried {
     pub(super) clock: Clock,
     pub(super) random: ChaCha8Rng,
+    /// Whether the last program had arguments, which the next one must not see.
+    pub(super) has_arguments: bool,
 }
 
 impl Host {
@@ -51,6 +53,7 @@ impl Host {
             carried: Carried {
                 clock: Clock::default(),
                 random: ChaCha8Rng::seed_from_u64(0),
+                has_arguments: false,
             },
             budget: Budget::default(),
             peer: None,

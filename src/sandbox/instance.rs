@@ -25,6 +25,8 @@ use super::wasi::ProcExit;
 /// The most bytes of one program or message, as the guest's codec has it.
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
 
+/// The most bytes of a program's standard input.
+const MAX_INPUT: usize = 256 << 20;
 /// `step`'s seed argument for "leave the random state alone".
 const KEEP_RANDOM_STATE: i64 = -1;
 /// `step`'s result for an uncaught `MemoryError`.
@@ -51,8 +53,6 @@ pub(super) struct Instance {
     limits: Limits,
     started: Instant,
     ended: Option<Exit>,
-    /// Whether the guest still has the arguments of an earlier step.
-    has_arguments: bool,
 }
 
 struct Exports {
@@ -101,7 +101,6 @@ impl Instance {
             limits,
             started: Instant::now(),
             ended: None,
-            has_arguments: false,
         })
     }
 
@@ -241,6 +240,15 @@ impl Instance {
             return Err(SandboxError::SessionEnded { exit: exit.clone() });
         }
         let code = request.code.as_bytes();
+        if !request.argv.is_empty() && self.exports.args.is_none() {
+            return Err(SandboxError::MissingExport { name: "args" });
+        }
+        if request.stdin.len() > MAX_INPUT {
+            return Err(SandboxError::RequestTooLarge {
+                size: request.stdin.len(),
+                limit: MAX_INPUT,
+            });
+        }
         if code.len() > MAX_MESSAGE {
             return Err(SandboxError::RequestTooLarge {
                 size: code.len(),
@@ -263,13 +271,14 @@ impl Instance {
                 (seed & i64::MAX as u64).cast_signed()
             });
 
-        if (self.has_arguments || !request.argv.is_empty()) && self.exports.args.is_none() {
-            return Err(SandboxError::MissingExport { name: "args" });
-        }
-        let exit = match self
-            .send_arguments(&arguments)
-            .and_then(|()| self.run_step(code, seed))
-        {
+        // What is cancelled does not begin.
+        let ran = match self.store.data().budget.stop() {
+            Some(stop @ Stop::Cancelled) => Err(stop.into()),
+            _ => self
+                .send_arguments(&arguments)
+                .and_then(|()| self.run_step(code, seed)),
+        };
+        let exit = match ran {
             Ok(exit) => exit,
             Err(error) => self.end(error)?,
         };
@@ -345,11 +354,11 @@ impl Instance {
         let Some(args) = self.exports.args.clone() else {
             return Ok(());
         };
-        if arguments.is_empty() && !self.has_arguments {
+        if arguments.is_empty() && !self.store.data().carried.has_arguments {
             return Ok(());
         }
         let length = self.send(arguments)?;
-        self.has_arguments = !arguments.is_empty();
+        self.store.data_mut().carried.has_arguments = !arguments.is_empty();
         self.call(&args, length)
     }
 

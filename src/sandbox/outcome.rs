@@ -62,6 +62,18 @@ pub struct ExecOutcome {
 }
 
 impl ExecOutcome {
+    /// The outcome of a program that did not begin.
+    pub(super) fn never_run(exit: Exit) -> Self {
+        Self {
+            exit,
+            stdout: Vec::new(),
+            stderr: Vec::new(),
+            stdout_truncated: false,
+            stderr_truncated: false,
+            usage: Usage::default(),
+        }
+    }
+
     /// Returns standard output as text, invalid UTF-8 replaced.
     #[must_use]
     pub fn stdout_text(&self) -> String {

@@ -5,6 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use super::cancel::Cancel;
 use super::error::SandboxError;
 use super::instance::Instance;
 use super::limits::Limits;
@@ -12,6 +13,9 @@ use super::runtime::WasmRuntime;
 
 /// Restored instances that are kept; more are dropped when they come back.
 const MAX_IDLE: usize = 128;
+
+/// How often those who wait look whether they are cancelled.
+const CANCEL_LOOK: Duration = Duration::from_millis(10);
 
 /// Counts the instances in use and keeps idle ones.
 #[derive(Debug)]
@@ -57,16 +61,16 @@ impl Pool {
 
     /// Takes an idle instance, or `None` if a new one may be made.
     ///
-    /// While all are in use, waits for one for as long as `patience`.
-    fn take(&self, patience: Duration) -> Result<Option<Instance>, SandboxError> {
+    /// While all are in use, waits for one for as long as `patience`, or until `cancel`.
+    fn take(&self, patience: Duration, cancel: &Cancel) -> Result<Option<Instance>, SandboxError> {
         let mut state = self.state();
         let started = Instant::now();
         while state.in_use >= self.limit {
             let left = patience.saturating_sub(started.elapsed());
-            if left.is_zero() {
+            if left.is_zero() || cancel.is_cancelled() {
                 return Err(SandboxError::PoolExhausted { limit: self.limit });
             }
-            let waited = self.returned.wait_timeout(state, left);
+            let waited = self.returned.wait_timeout(state, left.min(CANCEL_LOOK));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.in_use += 1;
@@ -127,11 +131,12 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// Takes an instance, waiting for up to `patience` while all are in use.
+    /// Takes an instance, waiting for up to `patience`, or until `cancel`, while all are in use.
     pub(super) fn new(
         runtime: &WasmRuntime,
         limits: &Limits,
         patience: Duration,
+        cancel: &Cancel,
     ) -> Result<Self, SandboxError> {
         limits.validate()?;
         let minimum = runtime.guest_memory();
@@ -141,7 +146,7 @@ impl Lease {
                 minimum,
             });
         }
-        let idle = runtime.pool().take(patience)?;
+        let idle = runtime.pool().take(patience, cancel)?;
         // From here on a failure gives the right to an instance back.
         let mut lease = Self {
             instance: idle,
@@ -156,7 +161,12 @@ impl Lease {
 
     /// Takes another instance with the same limits.
     pub(super) fn sibling(&self) -> Result<Self, SandboxError> {
-        Self::new(&self.runtime, self.limits(), Duration::ZERO)
+        Self::new(&self.runtime, self.limits(), Duration::ZERO, &Cancel::new())
+    }
+
+    /// Returns the most instances that there may be.
+    pub(super) fn limit(&self) -> u32 {
+        self.runtime.pool().limit
     }
 
     /// Returns what tells this guest from others.

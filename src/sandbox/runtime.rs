@@ -19,7 +19,7 @@ use super::guest::Guest;
 use super::host::Host;
 use super::limits::Limits;
 use super::memory::{Creator, Image, Pagemap, Slot};
-use super::outcome::{ExecOutcome, ExecRequest};
+use super::outcome::{ExecOutcome, ExecRequest, Exit};
 use super::pool::{Lease, Pool, Statistics};
 use super::saved::Snapshot;
 use super::session::Session;
@@ -301,8 +301,13 @@ impl WasmRuntime {
         cancel: &Cancel,
     ) -> Result<ExecOutcome, SandboxError> {
         // While others use all instances, wait: as long as the program itself might take.
-        let mut instance = Lease::new(self, limits, limits.deadline)?;
-        instance.step(request, Some(0), cancel)
+        match Lease::new(self, limits, limits.deadline, cancel) {
+            Ok(mut instance) => instance.step(request, Some(0), cancel),
+            Err(SandboxError::PoolExhausted { .. }) if cancel.is_cancelled() => {
+                Ok(ExecOutcome::never_run(Exit::Cancelled))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Opens a live interpreter.
@@ -337,7 +342,7 @@ impl WasmRuntime {
     ///
     /// Returns an error if the limits are not usable or every instance is taken.
     pub(super) fn instance(&self, limits: &Limits) -> Result<Lease, SandboxError> {
-        Lease::new(self, limits, Duration::ZERO)
+        Lease::new(self, limits, Duration::ZERO, &Cancel::new())
     }
 
     /// Returns what happened to the runtime's instances so far.

@@ -2,8 +2,9 @@
 //!
 //! Layout, little-endian: `wardian\0`, format version (u32), then a zstd frame, then the blake3
 //! hash of all before it. In the frame: the guest's hash (32 bytes), whether the session is
-//! seeded (u8), the clock (elapsed and start, u64 each, ns), the generator's seed (32 bytes) and position (u128), memory
-//! size (u64), number of pages (u32), their indices (u32 each), their content (4096 bytes each).
+//! seeded (u8), whether its last program had arguments (u8), the clock (elapsed and start, u64 each,
+//! ns), the generator's seed (32 bytes) and position (u128), memory size (u64), number of pages
+//! (u32), their indices (u32 each), their content (4096 bytes each).
 
 use std::io::{self, Read as _, Write as _};
 use std::path::Path;
@@ -96,6 +97,7 @@ impl Snapshot {
         let mut body = Vec::with_capacity(state.content.len() + 4 * state.pages.len() + 256);
         body.extend_from_slice(self.guest.as_bytes());
         body.push(self.is_seeded.into());
+        body.push(state.carried.has_arguments.into());
         body.extend_from_slice(&state.carried.clock.elapsed_ns.to_le_bytes());
         body.extend_from_slice(&state.carried.clock.start_ns.to_le_bytes());
         body.extend_from_slice(&state.carried.random.get_seed());
@@ -150,7 +152,8 @@ impl Snapshot {
     fn from_body(body: &[u8]) -> io::Result<Self> {
         let mut body = Reader(body);
         let guest = Hash::from_bytes(body.array()?);
-        let [is_seeded] = body.array()?;
+        let is_seeded = body.flag()?;
+        let has_arguments = body.flag()?;
         let clock = Clock {
             elapsed_ns: u64::from_le_bytes(body.array()?),
             start_ns: u64::from_le_bytes(body.array()?),
@@ -178,12 +181,16 @@ impl Snapshot {
         }
         Ok(Self {
             guest,
-            is_seeded: is_seeded != 0,
+            is_seeded,
             state: GuestState {
                 memory_bytes,
                 pages,
                 content,
-                carried: Carried { clock, random },
+                carried: Carried {
+                    clock,
+                    random,
+                    has_arguments,
+                },
             },
         })
     }
@@ -192,6 +199,14 @@ impl Snapshot {
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
+    fn flag(&mut self) -> io::Result<bool> {
+        match self.array()? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            [other] => Err(invalid(format!("a flag of {other}"))),
+        }
+    }
+
     fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let (array, rest) = self.0.split_first_chunk().ok_or_else(truncated)?;
         self.0 = rest;

@@ -159,12 +159,17 @@ impl LocalSession {
         cancel: &Cancel,
     ) -> Result<ExecOutcome, SandboxError> {
         let default_seed = (!self.is_seeded).then_some(0);
+        let outcome = self.instance.step(request, default_seed, cancel)?;
         self.is_seeded = true;
-        self.instance.step(request, default_seed, cancel)
+        Ok(outcome)
     }
 
     fn fork(&mut self, count: usize) -> Result<Vec<Self>, SandboxError> {
         self.check_alive()?;
+        let limit = self.instance.limit();
+        if count > limit as usize {
+            return Err(SandboxError::PoolExhausted { limit });
+        }
         let changed = self.instance.changed()?;
         (0..count)
             .map(|_| {

@@ -5,9 +5,10 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
 
 use rustix::ioctl::{Ioctl, Opcode, Updater, opcode};
-use rustix::mm::UserfaultfdFlags;
+use rustix::mm::{Advice, MapFlags, ProtFlags, UserfaultfdFlags};
 
 use super::faults;
 
@@ -29,6 +30,7 @@ pub(in crate::sandbox) struct Pagemap {
     /// scans short. Without permission for it, scans are some microseconds longer.
     touched_only: Option<OwnedFd>,
     counts_faults: bool,
+    process: ProcessMark,
 }
 
 impl Pagemap {
@@ -42,6 +44,7 @@ impl Pagemap {
             file: fs_err::File::open("/proc/self/pagemap")?.into_file(),
             touched_only: userfaultfd().ok(),
             counts_faults: faults::are_counted(),
+            process: ProcessMark::new()?,
         };
         pagemap.private_pages(0..super::PAGE, &mut Vec::new())?;
         Ok(pagemap)
@@ -57,6 +60,18 @@ impl Pagemap {
         if let Some(descriptor) = &self.touched_only {
             // A refusal costs time in later scans, nothing else.
             let _ = register(descriptor, range);
+        }
+    }
+
+    /// Checks that this is the process whose page map this is: not one that was forked from it,
+    /// whose pages it would say nothing about.
+    pub(super) fn check_process(&self) -> io::Result<()> {
+        if self.process.is_here() {
+            Ok(())
+        } else {
+            Err(io::Error::other(
+                "the process was forked after the runtime was loaded; load one in the child",
+            ))
         }
     }
 
@@ -156,6 +171,58 @@ unsafe impl Ioctl for Scan {
         let walked_to = unsafe { (*argument.cast::<ScanArguments>()).walk_end };
         let count = usize::try_from(count).map_err(|_| rustix::io::Errno::INVAL)?;
         Ok((count, walked_to))
+    }
+}
+
+/// A byte that the kernel sets to zero in a forked process.
+#[derive(Debug)]
+struct ProcessMark(NonNull<u8>);
+
+// SAFETY: the byte is only read after it was set.
+#[expect(unsafe_code, reason = "a pointer to a byte that nobody writes")]
+unsafe impl Send for ProcessMark {}
+// SAFETY: as above.
+#[expect(unsafe_code, reason = "a pointer to a byte that nobody writes")]
+unsafe impl Sync for ProcessMark {}
+
+impl ProcessMark {
+    fn new() -> io::Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        #[expect(unsafe_code, reason = "mapping a page")]
+        let page = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                super::PAGE,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }?;
+        let mark = Self(NonNull::new(page.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?);
+        // SAFETY: the mapping just made, which holds nothing yet.
+        #[expect(unsafe_code, reason = "what becomes of a page in a forked process")]
+        unsafe { rustix::mm::madvise(page, super::PAGE, Advice::LinuxWipeOnFork) }?;
+        // SAFETY: writable, and nobody else has the pointer.
+        #[expect(unsafe_code, reason = "setting the byte")]
+        unsafe {
+            mark.0.as_ptr().write_volatile(1);
+        }
+        Ok(mark)
+    }
+
+    fn is_here(&self) -> bool {
+        // SAFETY: mapped for the life of `self`.
+        #[expect(unsafe_code, reason = "reading the byte")]
+        unsafe {
+            self.0.as_ptr().read_volatile() == 1
+        }
+    }
+}
+
+impl Drop for ProcessMark {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping. Nothing can be done about a failure.
+        #[expect(unsafe_code, reason = "unmapping our own mapping")]
+        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), super::PAGE) };
     }
 }
 

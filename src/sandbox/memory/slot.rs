@@ -227,6 +227,7 @@ impl Slot {
         let Some(pagemap) = self.pagemap.clone() else {
             return give_back(memory);
         };
+        pagemap.check_process()?;
         self.restores += 1;
         let looks = self.restores.is_multiple_of(LOOK_EVERY);
         let is_without_faults = pagemap.counts_faults()
@@ -362,6 +363,7 @@ impl Slot {
         let mut runs = Vec::new();
         match &self.pagemap {
             Some(pagemap) => {
+                pagemap.check_process()?;
                 pagemap.private_pages(self.mapping.addresses(size), &mut runs)?;
                 for run in &mut runs {
                     *run = self.mapping.pages(run);

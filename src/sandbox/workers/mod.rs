@@ -81,6 +81,8 @@ pub struct Workers {
 #[derive(Debug)]
 struct Inner {
     processes: Vec<Process>,
+    /// Of each worker.
+    max_instances: u32,
     /// For sessions and calls.
     next_number: AtomicU64,
 }
@@ -103,6 +105,7 @@ impl Workers {
         Ok(Self {
             inner: Arc::new(Inner {
                 processes,
+                max_instances: options.runtime.max_instances,
                 next_number: AtomicU64::new(0),
             }),
         })
@@ -135,13 +138,14 @@ impl Workers {
         limits.validate()?;
         let number = self.new_number();
         let _telling = cancel.on_cancel(self.canceller(number));
+        let (request, blobs) = split(request);
         let call = Frame {
             head: Call::Exec {
                 number,
-                request: request.clone(),
+                request,
                 limits: limits.clone(),
             },
-            blobs: Vec::new(),
+            blobs,
         };
         // Waiting for an instance may take as long as the program.
         let answer = self.ask_any(&call, limits.deadline * 2 + GRACE)?;
@@ -227,6 +231,11 @@ impl Workers {
         }
     }
 
+    /// Returns the most instances of one worker.
+    fn max_instances(&self) -> u32 {
+        self.inner.max_instances
+    }
+
     fn process(&self, index: usize) -> &Process {
         &self.inner.processes[index]
     }
@@ -302,6 +311,19 @@ impl Sandbox for Workers {
     fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {
         Self::session(self, limits)
     }
+}
+
+/// Splits a request into what goes into a head and what goes into blobs.
+fn split(request: &ExecRequest) -> (ExecRequest, Vec<Vec<u8>>) {
+    let head = ExecRequest {
+        code: String::new(),
+        stdin: String::new(),
+        argv: request.argv.clone(),
+        seed: request.seed,
+        start_time: request.start_time,
+    };
+    let blobs = [&request.code, &request.stdin].map(|text| text.clone().into_bytes());
+    (head, blobs.into())
 }
 
 /// Reads an outcome, and whether it was a session's last.

@@ -94,6 +94,7 @@ impl Process {
     ) -> Result<(u64, Frame<Answer>), Unreached> {
         let (generation, connection) = self.connection(wanted)?;
         let ask = || {
+            connection.set_write_timeout(Some(patience))?;
             connection.set_read_timeout(Some(patience))?;
             call.write(&mut &connection)?;
             Frame::read(&mut &connection)
@@ -105,6 +106,12 @@ impl Process {
                     running.idle.push(connection);
                 }
                 Ok((generation, answer))
+            }
+            // Nothing was sent, so the worker is as it was.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                Err(Unreached::Fault(SandboxError::Worker {
+                    message: error.to_string(),
+                }))
             }
             Err(error) => {
                 let reason = match error.kind() {
@@ -203,6 +210,7 @@ impl Running {
             },
             blobs,
         };
+        self.control.set_write_timeout(Some(START))?;
         self.control.set_read_timeout(Some(START))?;
         hello.write(&mut &self.control)?;
         Frame::read(&mut &self.control)

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::pass::receive_connection;
 use super::wire::{Answer, Call, Frame, Hello};
 use crate::sandbox::{
-    Cancel, Dialogue, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError, Session,
-    Snapshot, WasmRuntime,
+    Cancel, Dialogue, ExecRequest, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError,
+    Session, Snapshot, WasmRuntime,
 };
 
 /// Cancellations that are remembered for programs which have not begun.
@@ -145,6 +145,7 @@ impl Worker {
                 request,
                 limits,
             } => {
+                let request = join(request, [blob(), blob()])?;
                 let running = self.begin(number);
                 let outcome = self
                     .runtime
@@ -174,6 +175,7 @@ impl Worker {
                 session,
                 request,
             } => {
+                let request = join(request, [blob(), blob()])?;
                 let session = self.session(session)?;
                 let mut session = locked(&session);
                 let running = self.begin(number);
@@ -237,6 +239,20 @@ impl Worker {
             .cloned()
             .ok_or(SandboxError::SessionLost)
     }
+}
+
+/// Puts a request together.
+fn join(head: ExecRequest, [code, stdin]: [Vec<u8>; 2]) -> Result<ExecRequest, SandboxError> {
+    let text = |bytes| {
+        String::from_utf8(bytes).map_err(|error| SandboxError::Worker {
+            message: format!("a program was damaged on its way: {error}"),
+        })
+    };
+    Ok(ExecRequest {
+        code: text(code)?,
+        stdin: text(stdin)?,
+        ..head
+    })
 }
 
 fn in_transit(error: &io::Error) -> SandboxError {

@@ -2,7 +2,7 @@
 
 use super::process::Unreached;
 use super::wire::{Answer, Call, Frame};
-use super::{GRACE, SESSION_CALL, Workers, done, outcome, unexpected};
+use super::{GRACE, SESSION_CALL, Workers, done, outcome, split, unexpected};
 use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit, Limits, SandboxError, Snapshot};
 
 /// The handle to a session in a worker; dropped, it closes the session.
@@ -41,12 +41,13 @@ impl WorkerSession {
     ) -> Result<ExecOutcome, SandboxError> {
         let number = self.workers.new_number();
         let _telling = cancel.on_cancel(self.workers.canceller(number));
-        let call = Call::Step {
+        let (request, blobs) = split(request);
+        let head = Call::Step {
             number,
             session: self.id,
-            request: request.clone(),
+            request,
         };
-        let answer = self.ask(call, self.limits.deadline + GRACE)?;
+        let answer = self.ask_with(&Frame { head, blobs }, self.limits.deadline + GRACE)?;
         let (outcome, is_last) = outcome(answer)?;
         if is_last {
             self.ended = Some(outcome.exit.clone());
@@ -55,6 +56,10 @@ impl WorkerSession {
     }
 
     pub(in crate::sandbox) fn fork(&mut self, count: usize) -> Result<Vec<Self>, SandboxError> {
+        let limit = self.workers.max_instances();
+        if count > limit as usize {
+            return Err(SandboxError::PoolExhausted { limit });
+        }
         let children: Vec<_> = (0..count).map(|_| self.workers.new_number()).collect();
         let call = Call::Fork {
             session: self.id,
@@ -99,10 +104,17 @@ impl WorkerSession {
         patience: std::time::Duration,
     ) -> Result<Frame<Answer>, SandboxError> {
         let blobs = Vec::new();
-        let call = Frame { head, blobs };
+        self.ask_with(&Frame { head, blobs }, patience)
+    }
+
+    fn ask_with(
+        &self,
+        call: &Frame<Call>,
+        patience: std::time::Duration,
+    ) -> Result<Frame<Answer>, SandboxError> {
         let process = self.workers.process(self.worker);
         process
-            .ask_session(self.generation, &call, patience)
+            .ask_session(self.generation, call, patience)
             .map_err(|unreached| match unreached {
                 Unreached::Died(_) => SandboxError::SessionLost,
                 Unreached::Fault(error) => error,

@@ -33,7 +33,14 @@ pub(in crate::sandbox) struct Frame<T> {
 impl<T: Serialize> Frame<T> {
     pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let head = serde_json::to_vec(&self.head)?;
-        let length = u32::try_from(head.len()).map_err(io::Error::other)?;
+        // Before anything is sent: the other side would take it for nonsense and hang up.
+        let length = u32::try_from(head.len())
+            .ok()
+            .filter(|&length| u64::from(length) <= MAX_HEAD)
+            .ok_or_else(|| too_large("a message's head"))?;
+        if self.blobs.iter().any(|blob| blob.len() as u64 > MAX_BLOB) {
+            return Err(too_large("a blob"));
+        }
         let count = u32::try_from(self.blobs.len()).map_err(io::Error::other)?;
         let mut bytes = Vec::with_capacity(head.len() + 64);
         bytes.extend_from_slice(&length.to_le_bytes());
@@ -89,6 +96,11 @@ fn exactly(from: &mut impl Read, length: u64) -> io::Result<Vec<u8>> {
     }
 }
 
+fn too_large(what: &str) -> io::Error {
+    let message = format!("{what} is larger than a worker reads");
+    io::Error::new(io::ErrorKind::InvalidInput, message)
+}
+
 fn invalid(message: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message)
 }
@@ -116,6 +128,7 @@ impl Hello {
 /// A question to a worker. Sessions have numbers that the asking process chooses.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Call {
+    /// Blobs: the program and its standard input, which the request lacks.
     Exec {
         number: u64,
         request: ExecRequest,
@@ -130,6 +143,7 @@ pub(super) enum Call {
         session: u64,
         limits: Limits,
     },
+    /// Blobs: as for `Exec`.
     Step {
         number: u64,
         session: u64,

@@ -5,21 +5,40 @@
 use std::num::NonZeroU32;
 
 use rstest::rstest;
-use wardian::sandbox::{ExecRequest, Limits, Restore, RuntimeOptions, WasmRuntime};
+use wardian::sandbox::{Cancel, ExecRequest, Exit, Limits, Restore, RuntimeOptions, WasmRuntime};
 
 const ORDINARY: &str =
     "import json; print(json.dumps({'a': [1, 2.5, None]}), hash('x'), id(object()))";
 
-/// Programs that leave as much behind as they can: pages, grown memory, a stack in mid-call.
-const HOSTILE: [&str; 8] = [
-    "secret = ['s3cret' + str(i) for i in range(100_000)]",
-    "raw = bytes([3]) * (150 << 20)",
-    "import os; secret = 's3cret' * 1000; os._exit(3)",
-    "while True: pass",
-    "def f(n): return f(n + 1) + g(n)\nimport sys; sys.setrecursionlimit(10**9)\nf(0)",
-    "class A:\n    def __repr__(self): return repr(self)\nrepr(A())",
-    "import builtins, sys; builtins.print = None; sys.modules.clear(); sys.stdout = None",
-    "def f(): pass\nf.__code__ = f.__code__.replace(co_code=bytes(range(2, 250, 2)) * 4)\nf()",
+/// Programs that leave as much behind as they can: pages, grown memory, a stack in mid-call; and
+/// how they end, which shows that they did.
+const HOSTILE: [(&str, fn(&Exit) -> bool); 8] = [
+    (
+        "secret = ['s3cret' + str(i) for i in range(100_000)]",
+        Exit::is_success,
+    ),
+    ("raw = bytes([3]) * (150 << 20)", Exit::is_success),
+    ("import os; secret = 's3cret' * 1000; os._exit(3)", |exit| {
+        *exit == Exit::Exited { code: 3 }
+    }),
+    ("while True: pass", |exit| {
+        matches!(exit, Exit::OutOfFuel { .. })
+    }),
+    (
+        "def f(n): return f(n + 1) + g(n)\nimport sys; sys.setrecursionlimit(10**9)\nf(0)",
+        |exit| !exit.is_success(),
+    ),
+    (
+        "class A:\n    def __repr__(self): return repr(self)\nrepr(A())",
+        |exit| *exit == Exit::Exited { code: 1 },
+    ),
+    (
+        "import builtins, sys; builtins.print = None; sys.modules.clear(); sys.stdout = None",
+        Exit::is_success,
+    ),
+    ("import os; os.abort()", |exit| {
+        matches!(exit, Exit::Trapped { .. })
+    }),
 ];
 
 fn audited(restore: Restore) -> WasmRuntime {
@@ -34,7 +53,7 @@ fn audited(restore: Restore) -> WasmRuntime {
 /// So little fuel that an endless loop is soon over.
 fn limits() -> Limits {
     Limits {
-        fuel: 300_000_000,
+        fuel: 2_000_000_000,
         ..Limits::default()
     }
 }
@@ -49,8 +68,9 @@ fn nothing_is_left_of_a_guest(#[case] restore: Restore) {
     assert!(first.exit.is_success(), "{}", first.stderr_text());
     let mut restored = 1;
     for _ in 0..6 {
-        for program in HOSTILE {
-            exec(program);
+        for (program, ends_so) in HOSTILE {
+            let exit = exec(program).exit;
+            assert!(ends_so(&exit), "{program} {exit}");
             let again = exec(ORDINARY);
             assert_eq!(again.stdout, first.stdout, "after {program}");
             assert_eq!(again.usage.fuel, first.usage.fuel, "after {program}");
@@ -61,6 +81,46 @@ fn nothing_is_left_of_a_guest(#[case] restore: Restore) {
     let statistics = runtime.statistics();
     assert_eq!((statistics.restored, statistics.failed), (restored, 0));
     assert_eq!((statistics.in_use, statistics.idle), (0, 1));
+}
+
+/// What the host keeps of a guest goes with it, too.
+#[test]
+fn arguments_input_and_clock_do_not_reach_the_next_guest() {
+    let runtime = audited(Restore::InPlace);
+    let look = ExecRequest::new("import sys, time; print(sys.argv, sys.stdin.read(), time.time())");
+    let first = runtime.exec(&look, &limits()).unwrap();
+    let request = ExecRequest {
+        stdin: "unread".to_owned(),
+        argv: vec!["secret".to_owned()],
+        start_time: Some(5),
+        seed: Some(9),
+        ..ExecRequest::new("import time; time.sleep(1e6); print('x', end='')")
+    };
+    runtime.exec(&request, &limits()).unwrap();
+    let again = runtime.exec(&look, &limits()).unwrap();
+    assert_eq!(again.stdout_text(), first.stdout_text());
+    assert_eq!(again.usage.fuel, first.usage.fuel);
+    assert_eq!(runtime.statistics().idle, 1, "it was the same instance");
+}
+
+#[test]
+fn who_waits_for_an_instance_can_be_cancelled() {
+    let options = RuntimeOptions {
+        max_instances: 1,
+        ..RuntimeOptions::default()
+    };
+    let runtime = WasmRuntime::load(&options, |_| {}).unwrap();
+    let _session = runtime.session(&Limits::default()).unwrap();
+    let cancel = Cancel::new();
+    let outcome = std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            runtime.exec_cancellable(&ExecRequest::new("pass"), &Limits::default(), &cancel)
+        });
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        cancel.cancel();
+        waits.join().unwrap().unwrap()
+    });
+    assert_eq!(outcome.exit, Exit::Cancelled);
 }
 
 #[test]

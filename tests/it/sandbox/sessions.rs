@@ -21,7 +21,7 @@ next(numbers), next(numbers)
 graph = {'name': 'root', 'children': [[1, 2], {3, 4}]}
 graph['self'] = graph
 ";
-const LOOK: &str = "print(next(numbers), random.random(), graph['self']['self']['children'])";
+const LOOK: &str = "import os; print(next(numbers), random.random(), os.urandom(4), graph['self']['self']['children'])";
 
 fn print(session: &mut Session, code: &str) -> String {
     let outcome = session.step(&ExecRequest::new(code)).unwrap();
@@ -99,6 +99,33 @@ fn a_seed_tells_forks_apart() {
         session.step(&request).unwrap().stdout_text()
     };
     assert_ne!(draw(&mut children[0], 1), draw(&mut children[1], 2));
+}
+
+#[test]
+fn forks_and_snapshots_know_of_arguments() {
+    let with_arguments = ExecRequest {
+        argv: vec!["secret".to_owned()],
+        ..ExecRequest::new("pass")
+    };
+    let look = "import sys; print(sys.argv)";
+    let mut parent = session();
+    parent.step(&with_arguments).unwrap();
+    let mut child = parent.fork(1).unwrap().remove(0);
+    let snapshot = parent.snapshot().unwrap();
+    let mut resumed = python().resume(&snapshot, &Limits::default()).unwrap();
+    for session in [&mut parent, &mut child, &mut resumed] {
+        assert_eq!(print(session, look), "['main.py']\n");
+    }
+}
+
+#[test]
+fn more_forks_than_instances_are_refused() {
+    let error = session().fork(usize::MAX).unwrap_err();
+    assert!(
+        matches!(error, SandboxError::PoolExhausted { .. }),
+        "{error}"
+    );
+    assert!(session().fork(0).unwrap().is_empty());
 }
 
 #[test]

@@ -114,6 +114,31 @@ fn limits_are_refused_with_their_reason() {
 }
 
 #[test]
+fn large_and_odd_requests_reach_a_worker_whole() {
+    let request = ExecRequest {
+        stdin: "\0".repeat(30 << 20),
+        argv: vec!["\u{1}".repeat(1000)],
+        ..ExecRequest::new("import sys; print(len(sys.stdin.read()), len(sys.argv[1]))")
+    };
+    let processes = workers().process_ids();
+    let outcome = workers().exec(&request, &Limits::default()).unwrap();
+    assert_eq!(outcome.stdout_text(), "31457280 1000\n");
+    let request = ExecRequest {
+        argv: vec!["\u{1}".repeat(40 << 20)],
+        ..ExecRequest::new("pass")
+    };
+    let error = workers().exec(&request, &Limits::default()).unwrap_err();
+    assert!(error.to_string().contains("larger"), "{error}");
+    assert_eq!(workers().process_ids(), processes, "no worker died of it");
+    let mut session = workers().session(&Limits::default()).unwrap();
+    let error = session.fork(usize::MAX).unwrap_err();
+    assert!(
+        matches!(error, SandboxError::PoolExhausted { .. }),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_program_in_a_worker_is_cancelled() {
     let endless = Limits {
         fuel: i64::MAX as u64,
