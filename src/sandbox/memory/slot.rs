@@ -20,11 +20,13 @@ const ALIGNMENT: usize = 2 << 20;
 
 /// Restores after which it is looked at which pages the guest wrote. A look costs about as much as
 /// the copying that it stands for.
-const LOOK_EVERY: u64 = 4;
-/// Looks that a page survives unwritten before it is given back.
-const KEPT_LOOKS: u8 = 12;
-/// The same for a page that was written once.
-const KEPT_LOOKS_AT_FIRST: u8 = 3;
+const LOOK_EVERY: u64 = 8;
+/// Looks that a page survives unchanged before it is given back.
+const KEPT_LOOKS: u8 = 8;
+/// The same for a page that was written for the first time; doubled each time that it comes back.
+/// A page on which guests write what is there already looks unchanged.
+const KEPT_LOOKS_AT_FIRST: u8 = 2;
+const MAX_DOUBLINGS: u8 = 6;
 /// The most pages of a slot that are kept: 4 MiB.
 const MAX_KEPT: usize = 1024;
 
@@ -148,6 +150,8 @@ pub(in crate::sandbox) struct Slot {
     /// pages are the private ones.
     kept_for: Vec<u8>,
     kept: usize,
+    /// Times that each page was given back.
+    returns: Vec<u8>,
     /// The kept pages, in runs.
     kept_runs: Vec<Range<usize>>,
     /// Since when only kept pages are private if there was no page fault.
@@ -181,6 +185,7 @@ impl Slot {
             pagemap: pagemap.cloned(),
             kept_for: vec![0; image.len() / PAGE],
             kept: 0,
+            returns: vec![0; image.len() / PAGE],
             kept_runs: Vec::new(),
             no_fault_since: None,
             restores: 0,
@@ -293,7 +298,7 @@ impl Slot {
                     break;
                 }
                 self.kept += 1;
-                self.kept_for[page] = KEPT_LOOKS_AT_FIRST;
+                self.kept_for[page] = self.looks_at_first(page);
             }
             copied.end = page + 1;
         }
@@ -301,6 +306,11 @@ impl Slot {
         let copied = bytes(copied);
         memory[copied.clone()].copy_from_slice(&self.mapping.image.bytes()[copied]);
         give_back(&mut memory[rest])
+    }
+
+    /// Returns the looks that a page is kept for which was not kept before.
+    fn looks_at_first(&self, page: usize) -> u8 {
+        KEPT_LOOKS_AT_FIRST << self.returns[page]
     }
 
     /// As [`Self::copy_or_give_back`], and learns from each page whether the guest wrote it.
@@ -312,12 +322,13 @@ impl Slot {
             let is_written = content != original;
             let was_kept = self.kept_for[page] > 0;
             let looks = match (was_kept, is_written) {
-                (false, _) => KEPT_LOOKS_AT_FIRST,
-                (true, true) => KEPT_LOOKS,
+                (false, _) => self.looks_at_first(page),
+                (true, true) => self.kept_for[page].max(KEPT_LOOKS),
                 (true, false) => self.kept_for[page] - 1,
             };
             let is_kept = looks > 0 && (was_kept || self.kept < MAX_KEPT);
             self.kept_for[page] = if is_kept { looks } else { 0 };
+            self.returns[page] += u8::from(!is_kept && self.returns[page] < MAX_DOUBLINGS);
             self.kept = self.kept + usize::from(is_kept) - usize::from(was_kept);
             if is_kept && is_written {
                 content.copy_from_slice(original);

@@ -10,9 +10,12 @@ use wardian::sandbox::{Cancel, ExecRequest, Exit, Limits, Restore, RuntimeOption
 const ORDINARY: &str =
     "import json; print(json.dumps({'a': [1, 2.5, None]}), hash('x'), id(object()))";
 
+/// Whether a program ended as it should.
+type Ends = fn(&Exit) -> bool;
+
 /// Programs that leave as much behind as they can: pages, grown memory, a stack in mid-call; and
 /// how they end, which shows that they did.
-const HOSTILE: [(&str, fn(&Exit) -> bool); 8] = [
+const HOSTILE: [(&str, Ends); 8] = [
     (
         "secret = ['s3cret' + str(i) for i in range(100_000)]",
         Exit::is_success,
