@@ -176,16 +176,18 @@ impl Measure {
         Ok(json!({"sessions": self.sessions.len()}))
     }
 
-    /// Copies a live session and runs the copy's first step.
+    /// Copies a live session and runs the copy's first step. The copy before is closed meanwhile,
+    /// so that instances are used again, as they are in a search.
     fn fork(&self, code: &str, probe: &str, count: usize) -> Result<Value, SandboxError> {
         let mut parent = self.runtime.session(&self.limits)?;
         parent.step(&ExecRequest::new(code))?;
         let probe = ExecRequest::new(probe);
-        let mut children = Vec::new();
+        let mut last = None;
         timed(count, Duration::ZERO, || {
-            let mut forked = parent.fork(1)?;
-            let outcome = forked[0].step(&probe);
-            children.append(&mut forked); // closed when all times are taken
+            drop(last.take());
+            let mut child = parent.fork(1)?.remove(0);
+            let outcome = child.step(&probe);
+            last = Some(child);
             outcome
         })
     }

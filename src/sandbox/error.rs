@@ -8,7 +8,8 @@ use super::outcome::Exit;
 /// An error below the sandbox, whose type the caller has no use for.
 pub(super) type Source = Box<dyn std::error::Error + Send + Sync>;
 
-/// A fault of ours: the guest program could not be run as it should.
+/// Why a guest program could not be run as it should: a fault of ours, or of what the caller
+/// [gave](Self::is_usage).
 ///
 /// How a program *ends* is never an error; see [`Exit`].
 #[derive(Debug, thiserror::Error)]
@@ -118,8 +119,8 @@ pub enum SandboxError {
         /// The accepted range and the value.
         reason: String,
     },
-    /// The interpreter alone needs more memory than it may have.
-    #[error("memory limit of {limit} bytes is below the interpreter's own {minimum} bytes")]
+    /// The interpreter alone, or a session that is resumed, needs more memory than it may have.
+    #[error("memory limit of {limit} bytes is below the {minimum} bytes needed; raise it")]
     MemoryLimitTooSmall {
         /// The limit given.
         limit: u64,
@@ -136,7 +137,7 @@ pub enum SandboxError {
         limit: u32,
     },
     /// A program or message is larger than one call may carry.
-    #[error("request of {size} bytes exceeds {limit} bytes")]
+    #[error("a program, message or input of {size} bytes exceeds the {limit} that fit; send less")]
     RequestTooLarge {
         /// Its size.
         size: usize,
@@ -171,7 +172,7 @@ pub enum SandboxError {
     #[error("the session was lost with its worker process; open a new one")]
     SessionLost,
     /// A session's snapshot cannot be written or read.
-    #[error("session snapshot `{}`", path.display())]
+    #[error("session snapshot `{}` cannot be used", path.display())]
     SnapshotFile {
         /// The file.
         path: PathBuf,
@@ -209,6 +210,21 @@ impl SandboxError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::PoolExhausted { .. })
+    }
+
+    /// Returns whether what the caller gave is at fault: a limit, a wheel, a file, a request.
+    #[must_use]
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::InvalidLimit { .. }
+                | Self::MemoryLimitTooSmall { .. }
+                | Self::NulInArgument { .. }
+                | Self::OtherGuest { .. }
+                | Self::RequestTooLarge { .. }
+                | Self::SnapshotFile { .. }
+                | Self::Wheel { .. }
+        )
     }
 
     /// Wraps a wasmtime error with what was being done.

@@ -3,7 +3,7 @@
 //! A [`WasmRuntime`] is one compiled CPython; [`exec`](WasmRuntime::exec) runs a program in a
 //! fresh copy of it, [`session`](WasmRuntime::session) keeps a copy alive over many steps. What a
 //! guest may use is in [`Limits`]; how it ended is a value, [`Exit`], inside [`ExecOutcome`]. A
-//! [`SandboxError`] is always a fault of ours.
+//! [`SandboxError`] is a fault of ours, or of what the caller gave.
 //!
 //! **What a guest has**: its own linear memory, three standard streams, a virtual clock, seeded
 //! randomness. Its files are a tree in that memory, private to the instance and gone with it. No

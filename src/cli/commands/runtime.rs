@@ -95,11 +95,12 @@ pub(super) fn load_sandbox(
     sandbox.map_err(|error| failure(error, &config.wheels))
 }
 
-/// A runtime of ours alone does not fail by what the user gave.
+/// A guest that does not start is the user's if there are wheels in it: what is in them is at fault.
 fn failure(error: SandboxError, wheels: &[PathBuf]) -> Failure {
-    if wheels.is_empty() {
-        Failure::internal(error)
-    } else {
+    let is_wheel = matches!(error, SandboxError::Snapshot { .. }) && !wheels.is_empty();
+    if is_wheel || error.is_usage() {
         Failure::usage(error)
+    } else {
+        Failure::internal(error)
     }
 }
