@@ -1,5 +1,6 @@
 //! Prepared guests on disk: `<key>` names the content, `<content hash>.cwasm` (compiled code) and
-//! `<content hash>.image` (memory) hold it.
+//! `<content hash>.image` (memory) hold it. `….seen` beside them says which file was checked, and
+//! `<key>.lock` who prepares a guest.
 //!
 //! A key is the hash of everything the compiled guest depends on. Files are written beside their
 //! place and renamed into it, and a lock per key keeps two processes from doing the work twice.

@@ -23,6 +23,8 @@ const VERSION: u32 = 1;
 const HASH: usize = 32;
 /// The largest memory that a file may describe.
 const MAX_MEMORY: u64 = 4 << 30;
+/// The largest snapshot that crosses between processes of ours, packed or unpacked.
+pub(super) const MAX_IN_TRANSIT: u64 = 5 << 30;
 /// Pages compress well; a fast level is within a few percent of a slow one.
 const COMPRESSION: i32 = 3;
 

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::pass::receive_connection;
 use super::wire::{Answer, Call, Frame, Hello};
+use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     Cancel, Dialogue, ExecRequest, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError,
     Session, Snapshot, WasmRuntime,
@@ -15,8 +16,6 @@ use crate::sandbox::{
 
 /// Cancellations that are remembered for programs which have not begun.
 const MAX_CANCELLED: usize = 1024;
-/// The largest snapshot that is resumed, packed or unpacked.
-const MAX_SNAPSHOT: u64 = 5 << 30;
 
 /// Serves the process that started this one, over the socket that is its standard input, until
 /// that process closes it.
@@ -199,7 +198,7 @@ impl Worker {
                 }
             }
             Call::Resume { session, limits } => {
-                let snapshot = Snapshot::from_bytes(&blob(), MAX_SNAPSHOT)
+                let snapshot = Snapshot::from_bytes(&blob(), MAX_IN_TRANSIT)
                     .map_err(|error| in_transit(&error))?;
                 self.keep(session, self.runtime.resume(&snapshot, &limits)?);
                 done(Answer::Done)

@@ -3,6 +3,7 @@
 use super::process::Unreached;
 use super::wire::{Answer, Call, Frame};
 use super::{GRACE, SESSION_CALL, Workers, done, outcome, split, unexpected};
+use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit, Limits, SandboxError, Snapshot};
 
 /// The handle to a session in a worker; dropped, it closes the session.
@@ -86,8 +87,10 @@ impl WorkerSession {
         match answer.head {
             Answer::Snapshot => {
                 let bytes = answer.blobs.into_iter().next().unwrap_or_default();
-                Snapshot::from_bytes(&bytes, u64::MAX).map_err(|source| SandboxError::Worker {
-                    message: format!("a snapshot was damaged on its way: {source}"),
+                Snapshot::from_bytes(&bytes, MAX_IN_TRANSIT).map_err(|source| {
+                    SandboxError::Worker {
+                        message: format!("a snapshot was damaged on its way: {source}"),
+                    }
                 })
             }
             answer => Err(unexpected(answer)),

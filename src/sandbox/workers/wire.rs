@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,
     SandboxError, Usage,
@@ -19,7 +20,7 @@ use crate::sandbox::{
 /// A head holds a program, or what is said about one.
 const MAX_HEAD: u64 = 128 << 20;
 /// A blob holds output, or a session's memory.
-const MAX_BLOB: u64 = 5 << 30;
+const MAX_BLOB: u64 = MAX_IN_TRANSIT;
 /// `Dialogue` has three, an outcome two.
 const MAX_BLOBS: u32 = 4;
 
