@@ -36,6 +36,7 @@ const MAX_FUEL: u64 = i64::MAX as u64;
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Linear memory, the interpreter's own 40 MiB included; default 256 MiB.
+    #[serde(with = "super::byte_size")]
     pub memory: ByteSize,
     /// Units of work per call; default 20 billion, mostly two to six seconds of Python.
     pub fuel: u64,
@@ -43,8 +44,10 @@ pub struct Limits {
     #[serde(rename = "deadline_seconds", with = "super::seconds")]
     pub deadline: Duration,
     /// Bytes of standard output kept per call, the rest is dropped; default 1 MiB.
+    #[serde(with = "super::byte_size")]
     pub stdout: ByteSize,
     /// Bytes of standard error kept per call, the rest is dropped; default 1 MiB.
+    #[serde(with = "super::byte_size")]
     pub stderr: ByteSize,
 }
 
@@ -184,6 +187,18 @@ mod tests {
         assert_eq!(limits.memory, ByteSize::mib(64));
         assert_eq!(limits.deadline, Duration::from_millis(1500));
         assert_eq!(limits.fuel, Limits::default().fuel);
+    }
+
+    #[test]
+    fn limits_are_written_without_loss() {
+        let limits = Limits {
+            memory: ByteSize(105_436_417),
+            deadline: Duration::from_nanos(1_000_000_007),
+            stdout: ByteSize(70_001),
+            ..Limits::default()
+        };
+        let json = serde_json::to_string(&limits).unwrap();
+        assert_eq!(serde_json::from_str::<Limits>(&json).unwrap(), limits);
     }
 
     #[test]

@@ -24,6 +24,7 @@
 
 mod bridge;
 mod budget;
+mod byte_size;
 mod cache;
 mod cancel;
 mod compiled;
