@@ -7,8 +7,9 @@ use std::sync::LazyLock;
 use libfuzzer_sys::fuzz_target;
 use wardian::sandbox::fuzzing::{HOST_CALLS_GUEST, HostCalls};
 
-static HOST_CALLS: LazyLock<HostCalls> = LazyLock::new(|| {
-    HostCalls::new(wat::parse_str(HOST_CALLS_GUEST).expect("the guest is sound"))
-});
+static HOST_CALLS: LazyLock<HostCalls> =
+    LazyLock::new(|| HostCalls::new(wat::parse_str(HOST_CALLS_GUEST).expect("the guest is sound")));
 
-fuzz_target!(|bytes: &[u8]| HOST_CALLS.run(bytes));
+fuzz_target!(|bytes: &[u8]| {
+    HOST_CALLS.run(bytes);
+});

@@ -4,4 +4,6 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| wardian::sandbox::fuzzing::session_snapshot(bytes));
+fuzz_target!(|bytes: &[u8]| {
+    wardian::sandbox::fuzzing::session_snapshot(bytes);
+});

@@ -4,4 +4,6 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| wardian::sandbox::fuzzing::worker_frame(bytes));
+fuzz_target!(|bytes: &[u8]| {
+    wardian::sandbox::fuzzing::worker_frame(bytes);
+});

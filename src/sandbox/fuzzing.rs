@@ -1,17 +1,19 @@
 //! What the fuzz targets of `fuzz/` run: the host's side of all that a guest, a file or a worker
 //! may say. Each function panics when something is wrong; the tests run them on random bytes.
 
+use std::io;
 use std::num::NonZeroU32;
 
 use bytesize::ByteSize;
 
 use super::workers::Frame;
 use super::{
-    CacheFolder, Dialogue, Guest, Limits, Message, RuntimeOptions, Sandbox as _, SandboxError,
-    Snapshot, WasmRuntime,
+    CacheFolder, Dialogue, DialogueOutcome, Guest, Limits, Message, RuntimeOptions, Sandbox as _,
+    SandboxError, Snapshot, WasmRuntime,
 };
 
-/// A guest that does what a message says, and nothing but that.
+/// A guest that does what a message says, and nothing but that: it calls the host, writes and reads
+/// its memory, traps, or loops until it has no fuel.
 ///
 /// A message is a reply pointer (4 bytes), a reply length (4 bytes), then records of 17 bytes: a
 /// function's number and four arguments. The message stays at 65536, so that arguments can point
@@ -45,9 +47,9 @@ pub const HOST_CALLS_GUEST: &str = r#"(module
         (local.set $b (i32.load offset=5 (local.get $at)))
         (local.set $c (i32.load offset=9 (local.get $at)))
         (local.set $d (i32.load offset=13 (local.get $at)))
-        (block $done (block $9 (block $8 (block $7 (block $6 (block $5 (block $4 (block $3 (block $2
-        (block $1 (block $0
-            (br_table $0 $1 $2 $3 $4 $5 $6 $7 $8 $9 $done (local.get $function)))
+        (block $done (block $12 (block $11 (block $10 (block $9 (block $8 (block $7 (block $6
+        (block $5 (block $4 (block $3 (block $2 (block $1 (block $0
+            (br_table $0 $1 $2 $3 $4 $5 $6 $7 $8 $9 $10 $11 $12 $done (local.get $function)))
             (drop (call $fd_write (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
             (br $done))
             (drop (call $fd_read (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
@@ -67,7 +69,13 @@ pub const HOST_CALLS_GUEST: &str = r#"(module
             (br $done))
             (drop (memory.grow (i32.and (local.get $a) (i32.const 7))))
             (br $done))
-            (call $meter_refill)))
+            (call $meter_refill)
+            (br $done))
+            (i32.store (local.get $a) (local.get $b))
+            (br $done))
+            (drop (i32.load (local.get $a)))
+            (br $done))
+            (loop $forever (br $forever))))
 
     (func (export "serve") (param $length i32) (result i32)
         (local $at i32) (local $end i32)
@@ -114,12 +122,13 @@ impl HostCalls {
         }
     }
 
-    /// Has two guests call the host, one of them with the other as its peer.
+    /// Has two guests call the host, one of them with the other as its peer, and returns what came
+    /// of it unless a message was too large.
     ///
     /// # Panics
     ///
     /// Panics if the host fails, or leaves something of these guests to the next ones.
-    pub fn run(&self, bytes: &[u8]) {
+    pub fn run(&self, bytes: &[u8]) -> Option<DialogueOutcome> {
         let (callee, caller) = bytes.split_at(bytes.len() / 2);
         let message = |bytes: &[u8]| Message {
             limits: self.limits.clone(),
@@ -131,75 +140,179 @@ impl HostCalls {
             proceed_on: Vec::new(),
             caller: message(caller),
         });
-        match outcome {
-            Ok(_) | Err(SandboxError::RequestTooLarge { .. }) => {}
+        let outcome = match outcome {
+            Ok(outcome) => Some(outcome),
+            Err(SandboxError::RequestTooLarge { .. }) => None,
             Err(error) => panic!("the host failed: {error:?}"),
-        }
+        };
         let statistics = self.runtime.statistics();
         assert_eq!(
             (statistics.in_use, statistics.failed),
             (0, 0),
             "{statistics:?}"
         );
+        outcome
     }
 }
 
-/// Reads bytes as a session's snapshot; what can be read is written as it was.
+/// Reads bytes as a session's snapshot: as a file, as one with the hash that it should have, and
+/// as what a file unpacks to. What can be read is written and read as it was. Returns whether
+/// anything could.
 ///
 /// # Panics
 ///
 /// Panics if what is read is not what is written.
-pub fn session_snapshot(bytes: &[u8]) {
+pub fn session_snapshot(bytes: &[u8]) -> bool {
     const MAX_BYTES: u64 = 1 << 20;
-    if let Ok(snapshot) = Snapshot::from_bytes(bytes, MAX_BYTES) {
+    let is_sound = |read: io::Result<Snapshot>| {
+        let Ok(snapshot) = read else {
+            return false;
+        };
         assert!(snapshot.state.content.len() as u64 <= MAX_BYTES);
         let written = snapshot.to_bytes().expect("it fits");
         let again = Snapshot::from_bytes(&written, MAX_BYTES).expect("we wrote it");
+        assert_same(&again, &snapshot);
         assert_eq!(again.to_bytes().expect("it fits"), written);
+        true
+    };
+    let mut hashed = bytes.to_vec();
+    if let Some((body, hash)) = hashed.split_last_chunk_mut::<32>() {
+        *hash = *blake3::hash(body).as_bytes();
     }
-    // With the hash that it should have, so that what follows is reached.
-    if let Some((body, _)) = bytes.split_last_chunk::<32>() {
-        let mut sound = body.to_vec();
-        sound.extend_from_slice(blake3::hash(body).as_bytes());
-        if sound != bytes {
-            session_snapshot(&sound);
-        }
-    }
+    is_sound(Snapshot::from_bytes(bytes, MAX_BYTES))
+        | is_sound(Snapshot::from_bytes(&hashed, MAX_BYTES))
+        | is_sound(Snapshot::from_body(bytes))
 }
 
-/// Reads bytes as a message between a process and its worker.
-pub fn worker_frame(bytes: &[u8]) {
-    Frame::read_any(bytes);
+fn assert_same(a: &Snapshot, b: &Snapshot) {
+    assert_eq!((a.guest, a.is_seeded), (b.guest, b.is_seeded));
+    let (a, b) = (&a.state, &b.state);
+    assert_eq!((a.memory_bytes, &a.pages), (b.memory_bytes, &b.pages));
+    assert!(a.content == b.content, "the pages differ");
+    let (a, b) = (&a.carried, &b.carried);
+    assert_eq!(a.random, b.random);
+    assert_eq!(a.clock, b.clock);
+}
+
+/// Reads bytes as a message between a process and its worker, and as a message's head. What can be
+/// read is written and read as it was. Returns whether anything could.
+///
+/// # Panics
+///
+/// Panics if what is read is not what is written.
+pub fn worker_frame(bytes: &[u8]) -> bool {
+    Frame::read_any(bytes)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::sandbox::{Exit, Served};
+
+    /// Each function once, with arguments that it accepts, so that it is known to be reached.
+    fn each_host_function() -> Vec<u8> {
+        const NOTHING: u8 = 0xff;
+        const EXIT: u8 = 5;
+        let message = |last: u8| {
+            let mut message = [0_u32; 2].map(u32::to_le_bytes).concat();
+            for (function, arguments) in [
+                (0, [1, 65536, 1, 16]),
+                (1, [0, 65536, 1, 16]),
+                (2, [65536, 128, 1, 16]),
+                (3, [0, 0, 128, 0]),
+                (4, [128, 64, 0, 0]),
+                (6, [65536, 8, 0, 0]),
+                (7, [128, 0, 0, 0]),
+                (8, [1, 0, 0, 0]),
+                (9, [0; 4]),
+                (10, [200_000, 7, 0, 0]),
+                (11, [200_000, 0, 0, 0]),
+                (last, [3, 0, 0, 0]),
+            ] {
+                message.push(function);
+                message.extend(arguments.map(u32::to_le_bytes).concat());
+            }
+            message
+        };
+        // The callee lives on, so that the caller is asked and reaches it.
+        [message(NOTHING), message(EXIT)].concat()
+    }
+
+    /// What a session's snapshot of one changed page unpacks to.
+    fn unpacked_snapshot() -> Vec<u8> {
+        [
+            &[7; 32][..],
+            &[1],
+            &5_u64.to_le_bytes(),
+            &9_u64.to_le_bytes(),
+            &[3; 32],
+            &70_u128.to_le_bytes(),
+            &(2_u64 << 16).to_le_bytes(),
+            &1_u32.to_le_bytes(),
+            &20_u32.to_le_bytes(),
+            &[b'p'; 4096],
+        ]
+        .concat()
+    }
+
+    /// What the targets begin with: the name under `fuzz/seeds/`, and the bytes.
+    fn seeds() -> Vec<(String, Vec<u8>)> {
+        let snapshot = Snapshot::from_body(&unpacked_snapshot()).unwrap();
+        let mut seeds = vec![
+            ("host_calls/each_function".to_owned(), each_host_function()),
+            (
+                "session_snapshot/packed".to_owned(),
+                snapshot.to_bytes().unwrap(),
+            ),
+            ("session_snapshot/unpacked".to_owned(), unpacked_snapshot()),
+        ];
+        for (name, bytes) in Frame::examples() {
+            seeds.push((format!("worker_frame/{name}"), bytes));
+        }
+        seeds
+    }
 
     #[test]
     fn host_calls_are_survived() {
         let calls = HostCalls::new(wat::parse_str(HOST_CALLS_GUEST).unwrap());
-        // Each function once, with arguments that it accepts, so that it is known to be reached.
-        let mut message = [0_u32; 2].map(u32::to_le_bytes).concat();
-        for (function, arguments) in [
-            (0, [1, 65536, 1, 16]),
-            (1, [0, 65536, 1, 16]),
-            (2, [65536, 128, 1, 16]),
-            (3, [0, 0, 128, 0]),
-            (4, [128, 64, 0, 0]),
-            (6, [65536, 8, 0, 0]),
-            (7, [128, 0, 0, 0]),
-            (8, [1, 0, 0, 0]),
-            (9, [0; 4]),
-            (5, [3, 0, 0, 0]),
-        ] {
-            message.push(function);
-            message.extend(arguments.map(u32::to_le_bytes).concat());
+        let outcome = calls.run(&each_host_function()).unwrap();
+        let exited = Served::Ended(Exit::Exited { code: 3 });
+        assert_eq!(outcome.caller.unwrap().0, exited);
+        for (function, reason) in [(10, "out of bounds"), (11, "out of bounds"), (12, "fuel")] {
+            let callee = [&[0; 8][..], &[function], &[0xff; 16]].concat();
+            let outcome = calls.run(&callee.repeat(2)).unwrap();
+            let Served::Ended(exit) = outcome.callee else {
+                panic!("{function} ends the guest");
+            };
+            assert!(exit.to_string().contains(reason), "{exit}");
         }
-        calls.run(&message.repeat(2));
-        proptest!(ProptestConfig::with_cases(200), |(bytes: Vec<u8>)| calls.run(&bytes));
+        proptest!(ProptestConfig::with_cases(200), |(bytes: Vec<u8>)| {
+            calls.run(&bytes);
+        });
+    }
+
+    /// With `WARDIAN_WRITE_SEEDS=1` they are written first.
+    #[test]
+    fn seeds_of_the_fuzz_targets_are_read() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds");
+        for (name, bytes) in seeds() {
+            let path = folder.join(&name);
+            if std::env::var_os("WARDIAN_WRITE_SEEDS").is_some() {
+                fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+                fs_err::write(&path, bytes).unwrap();
+            }
+            let bytes = fs_err::read(&path).unwrap();
+            let is_read = match name.split_once('/').unwrap().0 {
+                "session_snapshot" => session_snapshot(&bytes),
+                "worker_frame" => worker_frame(&bytes),
+                _ => true, // any bytes are calls
+            };
+            assert!(is_read, "{name}");
+        }
     }
 
     proptest! {

@@ -125,7 +125,7 @@ impl Capture {
 }
 
 /// A clock that moves only when it is read or slept on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Clock {
     pub(super) elapsed_ns: u64,
     /// The wall clock when nothing had elapsed.

@@ -151,7 +151,8 @@ impl Snapshot {
         Self::from_body(&body)
     }
 
-    fn from_body(body: &[u8]) -> io::Result<Self> {
+    /// Reads what is inside the zstd frame.
+    pub(super) fn from_body(body: &[u8]) -> io::Result<Self> {
         let mut body = Reader(body);
         let guest = Hash::from_bytes(body.array()?);
         let is_seeded = body.flag()?;

@@ -11,6 +11,8 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+#[cfg(test)]
+use crate::sandbox::Served;
 use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,
@@ -256,10 +258,120 @@ impl From<Fault> for SandboxError {
 
 #[cfg(any(fuzzing, test))]
 impl Frame<()> {
-    /// Reads bytes as each kind of message.
-    pub(in crate::sandbox) fn read_any(bytes: &[u8]) {
-        drop(Frame::<Hello>::read(&mut &bytes[..]));
-        drop(Frame::<Call>::read(&mut &bytes[..]));
-        drop(Frame::<Answer>::read(&mut &bytes[..]));
+    /// Reads bytes as each kind of message, and as the head of one. Returns whether they are one.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a message is written or read as another one.
+    pub(in crate::sandbox) fn read_any(bytes: &[u8]) -> bool {
+        let length = u32::try_from(bytes.len()).expect("a short message");
+        let as_head = [&length.to_le_bytes(), &[0; 4], bytes].concat();
+        [bytes, &as_head].into_iter().fold(false, |is_read, bytes| {
+            is_read
+                | Frame::<Hello>::is_sound(bytes)
+                | Frame::<Call>::is_sound(bytes)
+                | Frame::<Answer>::is_sound(bytes)
+        })
+    }
+}
+
+#[cfg(any(fuzzing, test))]
+impl<T: Serialize + DeserializeOwned + std::fmt::Debug> Frame<T> {
+    fn is_sound(bytes: &[u8]) -> bool {
+        let Ok(frame) = Self::read(&mut &bytes[..]) else {
+            return false;
+        };
+        let mut written = Vec::new();
+        frame.write(&mut written).expect("it fits");
+        let again = Self::read(&mut &written[..]).expect("we wrote it");
+        assert_eq!(format!("{frame:?}"), format!("{again:?}"));
+        true
+    }
+}
+
+#[cfg(test)]
+impl Frame<()> {
+    /// A message of each shape, or its head alone.
+    pub(in crate::sandbox) fn examples() -> Vec<(&'static str, Vec<u8>)> {
+        use std::time::Duration;
+
+        fn head(head: &impl Serialize) -> Vec<u8> {
+            serde_json::to_vec(head).expect("it has a form in JSON")
+        }
+        let limits = Limits::default();
+        let usage = Usage {
+            fuel: 7,
+            memory_bytes: 1 << 20,
+            wall: Duration::from_micros(250),
+        };
+        let exit = Exit::DeadlineExceeded {
+            limit: Duration::from_secs(1),
+            elapsed: Duration::from_millis(1250),
+        };
+        let mut exec = Vec::new();
+        let framed = Frame {
+            head: Call::Exec {
+                number: 1,
+                request: ExecRequest {
+                    argv: vec!["a".to_owned()],
+                    seed: Some(3),
+                    start_time: Some(4),
+                    ..ExecRequest::new("print(1)")
+                },
+                limits: limits.clone(),
+            },
+            blobs: vec![vec![1, 2], Vec::new()],
+        };
+        framed.write(&mut exec).expect("a vector takes all");
+        vec![
+            ("exec", exec),
+            (
+                "hello",
+                head(&Hello {
+                    cache: Some("/tmp".into()),
+                    max_instances: 4,
+                    restore: Restore::InPlace,
+                    audit_every: NonZeroU32::new(1),
+                    meter: Meter::Loops,
+                }),
+            ),
+            (
+                "converse",
+                head(&Call::Converse {
+                    callee: limits.clone(),
+                    caller: limits,
+                }),
+            ),
+            (
+                "fork",
+                head(&Call::Fork {
+                    session: 1,
+                    children: vec![2, 3],
+                }),
+            ),
+            (
+                "outcome",
+                head(&Answer::Outcome {
+                    exit: exit.clone(),
+                    is_last: true,
+                    stdout_truncated: false,
+                    stderr_truncated: true,
+                    usage,
+                }),
+            ),
+            (
+                "dialogue",
+                head(&Answer::Dialogue(Box::new(DialogueOutcome {
+                    callee: Served::Reply(vec![b'N']),
+                    callee_usage: usage,
+                    callee_ended: Some(Exit::Exited { code: 3 }),
+                    caller: Some((Served::Ended(exit), usage)),
+                }))),
+            ),
+            (
+                "fault",
+                head(&Answer::Fault(Fault::PoolExhausted { limit: 1 })),
+            ),
+        ]
     }
 }
