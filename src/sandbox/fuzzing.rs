@@ -246,7 +246,7 @@ mod tests {
     fn unpacked_snapshot() -> Vec<u8> {
         [
             &[7; 32][..],
-            &[1],
+            &[1, 0],
             &5_u64.to_le_bytes(),
             &9_u64.to_le_bytes(),
             &[3; 32],

@@ -10,8 +10,6 @@ use std::cell::Cell;
 use std::io;
 use std::thread::ThreadId;
 
-use super::PAGE;
-
 thread_local! {
     /// This thread's count when it was last asked for.
     static LAST: Cell<Option<u64>> = const { Cell::new(None) };
@@ -50,13 +48,12 @@ pub(super) fn recount() {
     LAST.set(count().ok());
 }
 
-/// Checks that the kernel counts: some that pass for Linux do not.
-pub(super) fn are_counted() -> bool {
+/// Checks that the kernel counts: some that pass for Linux do not. `first_write` is to write to a
+/// page for the first time; memory from an allocator may have been written to before.
+pub(super) fn are_counted(first_write: impl FnOnce()) -> bool {
     let counted = || -> io::Result<bool> {
         let before = count()?;
-        let mut touched = vec![0_u8; 64 * PAGE];
-        touched[32 * PAGE] = 1;
-        std::hint::black_box(&mut touched);
+        first_write();
         Ok(count()? > before)
     };
     counted().unwrap_or(false)

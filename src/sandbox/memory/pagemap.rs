@@ -40,11 +40,12 @@ impl Pagemap {
     ///
     /// Returns an error if there is no `/proc` or the kernel is older than 6.7.
     pub(in crate::sandbox) fn open() -> io::Result<Self> {
+        let process = ProcessMark::new()?;
         let pagemap = Self {
             file: fs_err::File::open("/proc/self/pagemap")?.into_file(),
             touched_only: userfaultfd().ok(),
-            counts_faults: faults::are_counted(),
-            process: ProcessMark::new()?,
+            counts_faults: faults::are_counted(|| process.set()),
+            process,
         };
         pagemap.private_pages(0..super::PAGE, &mut Vec::new())?;
         Ok(pagemap)
@@ -178,7 +179,7 @@ unsafe impl Ioctl for Scan {
 #[derive(Debug)]
 struct ProcessMark(NonNull<u8>);
 
-// SAFETY: the byte is only read after it was set.
+// SAFETY: the byte is only read once it is shared.
 #[expect(unsafe_code, reason = "a pointer to a byte that nobody writes")]
 unsafe impl Send for ProcessMark {}
 // SAFETY: as above.
@@ -201,12 +202,16 @@ impl ProcessMark {
         // SAFETY: the mapping just made, which holds nothing yet.
         #[expect(unsafe_code, reason = "what becomes of a page in a forked process")]
         unsafe { rustix::mm::madvise(page, super::PAGE, Advice::LinuxWipeOnFork) }?;
-        // SAFETY: writable, and nobody else has the pointer.
+        Ok(mark)
+    }
+
+    /// Marks this process, before others can read the mark: the first write to its page.
+    fn set(&self) {
+        // SAFETY: writable, and nobody else has the pointer yet.
         #[expect(unsafe_code, reason = "setting the byte")]
         unsafe {
-            mark.0.as_ptr().write_volatile(1);
+            self.0.as_ptr().write_volatile(1);
         }
-        Ok(mark)
     }
 
     fn is_here(&self) -> bool {
