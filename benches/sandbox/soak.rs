@@ -79,7 +79,11 @@ const HOSTILE: [Program; 12] = [
     ),
     ("x = [1]\nwhile True: x += x", out_of_memory, None),
     ("bytearray(1 << 30)", out_of_memory, None),
-    ("def f(): f()\nf()", fails, None),
+    (
+        "def f(): f()\ntry: f()\nexcept RecursionError: print('deep')",
+        succeeds,
+        Some("deep\n"),
+    ),
     (
         "import sys; sys.setrecursionlimit(10**9)\nclass A:\n  def __repr__(s): return repr(s)\nrepr(A())",
         anyhow,
