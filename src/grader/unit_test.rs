@@ -26,7 +26,9 @@ use serde::{Deserialize, Serialize};
 use super::Grader;
 use super::codec::Value;
 use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name};
-use crate::sandbox::{Dialogue, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served};
+use crate::sandbox::{
+    Dialogue, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served, with_causes,
+};
 
 /// The most of a candidate's reply to `load` that is read: an error message has 500 characters.
 const MAX_LOAD_REPLY: usize = 16 << 10;
@@ -349,17 +351,6 @@ fn explain(judgement: &mut Judgement, exit: &Exit) {
             *message = format!("the submission {exit}");
         }
     }
-}
-
-/// The error with all its causes, on one line.
-fn with_causes(error: &GraderError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -34,6 +34,7 @@ pub(super) use wire::Frame;
 use wire::{Answer, Call};
 
 use super::compiled::Progress;
+use super::saved::MAX_IN_TRANSIT;
 use super::{
     Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Limits, RuntimeOptions, Sandbox,
     SandboxError, Session, Snapshot, WasmRuntime,
@@ -226,7 +227,7 @@ impl Workers {
             };
             for process in &workers.inner.processes {
                 // A worker that cannot be asked runs nothing.
-                let _ = process.ask(&call, CANCEL_CALL);
+                let _ = process.ask(None, &call, CANCEL_CALL);
             }
         }
     }
@@ -265,7 +266,7 @@ impl Workers {
                 .enumerate()
                 .min_by_key(|(_, process)| process.calls_under_way())
                 .expect("there is at least one worker");
-            match process.ask(call, patience) {
+            match process.ask(None, call, patience) {
                 Ok((generation, answer)) => return Ok((index, generation, answer)),
                 Err(Unreached::Fault(error)) => return Err(error),
                 Err(Unreached::Died(reason)) => died = Some(reason),
@@ -311,6 +312,13 @@ impl Sandbox for Workers {
     fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {
         Self::session(self, limits)
     }
+}
+
+/// Reads a snapshot that came over a connection.
+fn received_snapshot(bytes: &[u8]) -> Result<Snapshot, SandboxError> {
+    Snapshot::from_bytes(bytes, MAX_IN_TRANSIT).map_err(|error| SandboxError::Worker {
+        message: format!("a snapshot was damaged on its way: {error}"),
+    })
 }
 
 /// Splits a request into what goes into a head and what goes into blobs.

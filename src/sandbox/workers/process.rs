@@ -61,32 +61,21 @@ impl Process {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Asks the worker, and returns its generation with the answer.
+    /// Asks the worker, of the generation that is `wanted` if one is, and returns its generation
+    /// with the answer.
     pub(super) fn ask(
         &self,
+        wanted: Option<u64>,
         call: &Frame<Call>,
         patience: Duration,
     ) -> Result<(u64, Frame<Answer>), Unreached> {
         self.calls.fetch_add(1, Ordering::Relaxed);
-        let answer = self.ask_generation(None, call, patience);
+        let answer = self.ask_uncounted(wanted, call, patience);
         self.calls.fetch_sub(1, Ordering::Relaxed);
         answer
     }
 
-    /// As [`Self::ask`], of the worker of one generation only.
-    pub(super) fn ask_session(
-        &self,
-        generation: u64,
-        call: &Frame<Call>,
-        patience: Duration,
-    ) -> Result<Frame<Answer>, Unreached> {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        let answer = self.ask_generation(Some(generation), call, patience);
-        self.calls.fetch_sub(1, Ordering::Relaxed);
-        answer.map(|(_, answer)| answer)
-    }
-
-    fn ask_generation(
+    fn ask_uncounted(
         &self,
         wanted: Option<u64>,
         call: &Frame<Call>,

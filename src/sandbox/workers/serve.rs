@@ -7,11 +7,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::pass::receive_connection;
+use super::received_snapshot;
 use super::wire::{Answer, Call, Frame, Hello};
-use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     Cancel, Dialogue, ExecRequest, Guest, Message, RuntimeOptions, Sandbox as _, SandboxError,
-    Session, Snapshot, WasmRuntime,
+    Session, WasmRuntime,
 };
 
 /// Cancellations that are remembered for programs which have not begun.
@@ -198,8 +198,7 @@ impl Worker {
                 }
             }
             Call::Resume { session, limits } => {
-                let snapshot = Snapshot::from_bytes(&blob(), MAX_IN_TRANSIT)
-                    .map_err(|error| in_transit(&error))?;
+                let snapshot = received_snapshot(&blob())?;
                 self.keep(session, self.runtime.resume(&snapshot, &limits)?);
                 done(Answer::Done)
             }

@@ -2,8 +2,7 @@
 
 use super::process::Unreached;
 use super::wire::{Answer, Call, Frame};
-use super::{GRACE, SESSION_CALL, Workers, done, outcome, split, unexpected};
-use crate::sandbox::saved::MAX_IN_TRANSIT;
+use super::{GRACE, SESSION_CALL, Workers, done, outcome, received_snapshot, split, unexpected};
 use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit, Limits, SandboxError, Snapshot};
 
 /// The handle to a session in a worker; dropped, it closes the session.
@@ -87,11 +86,7 @@ impl WorkerSession {
         match answer.head {
             Answer::Snapshot => {
                 let bytes = answer.blobs.into_iter().next().unwrap_or_default();
-                Snapshot::from_bytes(&bytes, MAX_IN_TRANSIT).map_err(|source| {
-                    SandboxError::Worker {
-                        message: format!("a snapshot was damaged on its way: {source}"),
-                    }
-                })
+                received_snapshot(&bytes)
             }
             answer => Err(unexpected(answer)),
         }
@@ -117,7 +112,8 @@ impl WorkerSession {
     ) -> Result<Frame<Answer>, SandboxError> {
         let process = self.workers.process(self.worker);
         process
-            .ask_session(self.generation, call, patience)
+            .ask(Some(self.generation), call, patience)
+            .map(|(_, answer)| answer)
             .map_err(|unreached| match unreached {
                 Unreached::Died(_) => SandboxError::SessionLost,
                 Unreached::Fault(error) => error,

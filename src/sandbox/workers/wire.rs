@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(test)]
 use crate::sandbox::Served;
+use crate::sandbox::error::with_causes;
 use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,
@@ -228,15 +229,9 @@ impl From<SandboxError> for Fault {
             SandboxError::RequestTooLarge { size, limit } => Self::RequestTooLarge { size, limit },
             SandboxError::SessionEnded { exit } => Self::SessionEnded { exit },
             SandboxError::OtherGuest { found, expected } => Self::OtherGuest { found, expected },
-            error => {
-                let mut message = error.to_string();
-                let mut source = std::error::Error::source(&error);
-                while let Some(error) = source {
-                    message = format!("{message}: {error}");
-                    source = error.source();
-                }
-                Self::Other { message }
-            }
+            error => Self::Other {
+                message: with_causes(&error),
+            },
         }
     }
 }
