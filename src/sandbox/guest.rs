@@ -14,7 +14,7 @@ use super::wheel::Wheel;
 const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
 
 /// Python modules that the interpreter is started with, by file stem.
-const PYTHON_MODULES: [(&str, &str); 7] = [
+const PYTHON_MODULES: [(&str, &str); 8] = [
     (
         "_wardian",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian.py"),
@@ -30,6 +30,10 @@ const PYTHON_MODULES: [(&str, &str); 7] = [
     (
         "_wardian_loop",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian_loop.py"),
+    ),
+    (
+        "_wardian_traceback",
+        include_str!("../../wasm-runtimes/cpython/boot/_wardian_traceback.py"),
     ),
     (
         "_wardian_values",

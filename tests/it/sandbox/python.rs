@@ -302,6 +302,44 @@ fn a_traceback_shows_the_lines_of_every_step() {
 }
 
 #[test]
+fn carets_stand_where_cpython_puts_them() {
+    let sources = [
+        include_str!("../../../benches/programs/json_documents.py"),
+        include_str!("../../../benches/programs/sudoku.py"),
+        include_str!("../../../benches/programs/nbody.py"),
+        include_str!("../../../wasm-runtimes/cpython/boot/_wardian_wheels.py"),
+        include_str!("../../../graders/unit_tests.py"),
+    ];
+    let request = ExecRequest {
+        stdin: sources.join("\0"),
+        ..ExecRequest::new(include_str!("../../data/caret_positions.py"))
+    };
+    let outcome = python().exec(&request, &Limits::default()).unwrap();
+    let stdout = outcome.stdout_text();
+    assert!(!stdout.contains("differs"), "{stdout}");
+    let numbers: Vec<usize> = stdout
+        .split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let [simple, total] = numbers[..] else {
+        panic!("{stdout}{}", outcome.stderr_text());
+    };
+    // Else it were two runs of the same method.
+    assert!(simple > total * 3 / 5 && total > 2000, "{stdout}");
+}
+
+#[test]
+fn a_traceback_counts_lines_as_python_does() {
+    // A form feed ends no line, a carriage return does.
+    let outcome = exec("s = '\x0c \x1c \u{85}'\rx = 1\r\nx = undefined\n");
+    let stderr = outcome.stderr_text();
+    assert!(
+        stderr.contains("line 3, in <module>\n    x = undefined\n"),
+        "{stderr}"
+    );
+}
+
+#[test]
 fn arguments_and_start_time_are_the_requests() {
     let code = "import sys, time\nprint(sys.argv, int(time.time()))";
     let request = ExecRequest {

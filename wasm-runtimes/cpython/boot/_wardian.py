@@ -17,6 +17,7 @@ import _wardian_absent
 import _wardian_candidate
 import _wardian_guest
 import _wardian_loop
+import _wardian_traceback
 import unit_tests
 
 # What programs import most. Importing before the snapshot makes it free afterwards.
@@ -61,7 +62,8 @@ class _Lines(list):
 
     def _split(self):
         if self.source is not None:
-            self.extend(self.source.decode("utf-8", "replace").splitlines(keepends=True))
+            # As a file is read: `str.splitlines` knows more ends of lines than Python's grammar.
+            self.extend(io.StringIO(self.source.decode("utf-8", "replace"), newline=None))
             self.source = None
 
     def __len__(self):
@@ -216,6 +218,7 @@ def warm_up():
 
 
 _wardian_absent.install()
+_wardian_traceback.install()
 asyncio.set_event_loop_policy(_wardian_loop.EventLoopPolicy())
 # Code that asks for a loop by class gets ours as well.
 asyncio.SelectorEventLoop = asyncio.EventLoop = _wardian_loop.EventLoop
