@@ -148,6 +148,17 @@ impl Instance {
             .map_err(SandboxError::engine("resetting the guest's stack"))
     }
 
+    /// Prepares the guest at rest for being copied: much that copies would have alike, they share.
+    pub(super) fn share(&mut self) -> Result<(), SandboxError> {
+        let size = self.exports.memory.data_size(&self.store);
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
+        #[expect(unsafe_code, reason = "maps the memory of a guest at rest anew")]
+        unsafe { self.slot.share_grown(size) }.map_err(|source| SandboxError::Memory {
+            activity: "sharing a guest's memory",
+            source,
+        })
+    }
+
     /// Returns what the guest at rest changed in its memory.
     pub(super) fn changed(&self) -> Result<Changed<'_>, SandboxError> {
         let size = self.exports.memory.data_size(&self.store);
@@ -170,9 +181,10 @@ impl Instance {
         self.grow_to(size)?;
         // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
         #[expect(unsafe_code, reason = "writes the memory of a guest at rest")]
-        unsafe {
-            self.slot.copy_from(changed, size);
-        }
+        unsafe { self.slot.copy_from(changed, size) }.map_err(|source| SandboxError::Memory {
+            activity: "copying a guest's memory",
+            source,
+        })?;
         self.store.data_mut().carried = parent.store.data().carried.clone();
         Ok(())
     }

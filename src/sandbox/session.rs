@@ -170,6 +170,7 @@ impl LocalSession {
         if count > limit as usize {
             return Err(SandboxError::PoolExhausted { limit });
         }
+        self.instance.share()?;
         let changed = self.instance.changed()?;
         (0..count)
             .map(|_| {

@@ -30,6 +30,12 @@ const MAX_DOUBLINGS: u8 = 6;
 /// The most pages of a slot that are kept: 4 MiB.
 const MAX_KEPT: usize = 1024;
 
+/// Changed pages beyond the image from which copies of a guest share them: 1 MiB. Sharing costs about
+/// as much as one copy.
+const SHARED_FROM: usize = 256;
+/// Of pages that are shared already, the part that must have changed to share them anew.
+const SHARED_AGAIN_FROM: usize = 8;
+
 /// An address range, unmapped on drop. Shared by a slot and by wasmtime's view of it.
 #[derive(Debug)]
 struct Mapping {
@@ -69,19 +75,29 @@ impl Mapping {
             start: not_null(start.cast())?,
             image,
         };
-        // SAFETY: replaces the start of the reservation just made.
-        #[expect(unsafe_code, reason = "mapping the image over the reservation")]
+        mapping.map(&mapping.image, 0)?;
+        Ok(mapping)
+    }
+
+    /// Maps an image, privately, `at` bytes from the start. No guest may run over the mapping.
+    fn map(&self, image: &Image, at: usize) -> io::Result<()> {
+        assert!(
+            at + image.len() <= RESERVED,
+            "an image within the reservation"
+        );
+        // SAFETY: within the reservation, and no guest runs over it.
+        #[expect(unsafe_code, reason = "mapping an image over the reservation")]
         unsafe {
             rustix::mm::mmap(
-                mapping.start.as_ptr().cast(),
-                mapping.image.len(),
+                self.start.as_ptr().wrapping_add(at).cast(),
+                image.len(),
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::PRIVATE | MapFlags::FIXED,
-                &mapping.image,
+                image,
                 0,
             )
         }?;
-        Ok(mapping)
+        Ok(())
     }
 
     /// Addresses of the first `length` bytes.
@@ -146,6 +162,9 @@ impl Drop for Mapping {
 pub(in crate::sandbox) struct Slot {
     mapping: Arc<Mapping>,
     pagemap: Option<Arc<Pagemap>>,
+    /// What the memory behind the image started from, if that was more than zeros: it is shared
+    /// with copies of the guest.
+    grown: Option<Arc<Image>>,
     /// Looks that each page is kept for; 0 for pages that are not kept. After a restore, the kept
     /// pages are the private ones.
     kept_for: Vec<u8>,
@@ -183,6 +202,7 @@ impl Slot {
         Ok(Self {
             mapping: Arc::new(mapping),
             pagemap: pagemap.cloned(),
+            grown: None,
             kept_for: vec![0; image.len() / PAGE],
             kept: 0,
             returns: vec![0; image.len() / PAGE],
@@ -226,6 +246,7 @@ impl Slot {
     #[expect(unsafe_code, reason = "writes memory that a guest may be using")]
     pub(in crate::sandbox) unsafe fn restore(&mut self, size: usize) -> io::Result<()> {
         self.mapping.shrink(size)?;
+        self.grown = None;
         let mapping = Arc::clone(&self.mapping);
         // SAFETY: as promised by the caller; the image is part of every memory.
         let memory = unsafe { mapping.contents(mapping.image.len()) };
@@ -363,31 +384,59 @@ impl Slot {
         Ok(is_restored)
     }
 
-    /// Returns the pages whose content differs from the image, which is zeros beyond its end, for
-    /// a guest of `size` bytes.
+    /// Lets copies of a guest of `size` bytes share what it has beyond the image, if that is much.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::restore`]; the guest's memory must have that size.
+    #[expect(unsafe_code, reason = "reads memory that a guest may be using")]
+    pub(in crate::sandbox) unsafe fn share_grown(&mut self, size: usize) -> io::Result<()> {
+        let start = self.mapping.image.len();
+        if size == start {
+            return Ok(());
+        }
+        let changed: usize = self.private_runs(start..size)?.iter().map(Range::len).sum();
+        let shared = self.grown.as_ref().map_or(0, |grown| grown.len() / PAGE);
+        if changed < SHARED_FROM.max(shared / SHARED_AGAIN_FROM) {
+            return Ok(());
+        }
+        // SAFETY: as promised by the caller.
+        let memory = unsafe { self.mapping.contents(size) };
+        let grown = Arc::new(Image::new(&memory[start..])?);
+        self.mapping.map(&grown, start)?;
+        self.grown = Some(grown);
+        Ok(())
+    }
+
+    /// Returns the runs of pages within `bytes` that may differ from what they started from.
+    fn private_runs(&self, bytes: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        let mut runs = Vec::new();
+        let Some(pagemap) = &self.pagemap else {
+            runs.push(bytes.start / PAGE..bytes.end / PAGE);
+            return Ok(runs);
+        };
+        pagemap.check_process()?;
+        let start = self.mapping.start.as_ptr().addr();
+        pagemap.private_pages(start + bytes.start..start + bytes.end, &mut runs)?;
+        for run in &mut runs {
+            *run = self.mapping.pages(run);
+        }
+        Ok(runs)
+    }
+
+    /// Returns what a guest of `size` bytes changed.
     ///
     /// # Safety
     ///
     /// As for [`Self::restore`]; the guest's memory must have that size.
     #[expect(unsafe_code, reason = "reads memory that a guest may be using")]
     pub(in crate::sandbox) unsafe fn changed(&self, size: usize) -> io::Result<Changed<'_>> {
-        let mut runs = Vec::new();
-        match &self.pagemap {
-            Some(pagemap) => {
-                pagemap.check_process()?;
-                pagemap.private_pages(self.mapping.addresses(size), &mut runs)?;
-                for run in &mut runs {
-                    *run = self.mapping.pages(run);
-                }
-            }
-            // Every page may have changed.
-            None => runs.push(0..size / PAGE),
-        }
         Ok(Changed {
             // SAFETY: as promised by the caller.
             memory: unsafe { self.mapping.contents(size) },
             image: &self.mapping.image,
-            runs,
+            grown: self.grown.as_ref(),
+            runs: self.private_runs(0..size)?,
         })
     }
 
@@ -397,8 +446,16 @@ impl Slot {
     ///
     /// As for [`Self::restore`]; the guest's memory must have that size.
     #[expect(unsafe_code, reason = "writes memory that a guest may be using")]
-    pub(in crate::sandbox) unsafe fn copy_from(&mut self, changed: &Changed<'_>, size: usize) {
+    pub(in crate::sandbox) unsafe fn copy_from(
+        &mut self,
+        changed: &Changed<'_>,
+        size: usize,
+    ) -> io::Result<()> {
         assert_eq!(size, changed.memory.len());
+        if let Some(grown) = changed.grown {
+            self.mapping.map(grown, changed.image.len())?;
+            self.grown = Some(Arc::clone(grown));
+        }
         // SAFETY: as promised by the caller.
         let memory = unsafe { self.mapping.contents(size) };
         for page in changed.runs.iter().cloned().flatten() {
@@ -408,6 +465,7 @@ impl Slot {
                 memory[bytes(page..page + 1)].copy_from_slice(changed.page(page));
             }
         }
+        Ok(())
     }
 
     /// Sets the content of pages of a guest of `size` bytes.
@@ -430,29 +488,48 @@ impl Slot {
     }
 }
 
-/// The pages of a guest at rest that differ from the image.
+/// What a guest at rest changed in its memory.
 #[derive(Debug)]
 pub(in crate::sandbox) struct Changed<'a> {
     memory: &'a [u8],
     image: &'a Image,
-    /// Runs of pages that may differ.
+    /// What the memory behind the image started from, if not from zeros.
+    grown: Option<&'a Arc<Image>>,
+    /// Runs of pages that may differ from what they started from.
     runs: Vec<Range<usize>>,
 }
 
 impl Changed<'_> {
-    /// Returns the indices of changed pages and their content, in order.
+    /// Returns the indices and the content of pages that differ from the image, which is zeros
+    /// beyond its end, in order.
     pub(in crate::sandbox) fn pages(&self) -> impl Iterator<Item = (usize, &[u8])> {
-        let pages = self.runs.iter().cloned().flatten();
-        pages
+        let image = self.image.len() / PAGE;
+        let grown = image..image + self.grown.map_or(0, |grown| grown.len() / PAGE);
+        let runs = self.runs.iter().cloned().flatten();
+        let before = runs.clone().filter(move |&page| page < image);
+        let behind = runs.filter(move |&page| page >= grown.end);
+        before
             .filter(|&page| self.differs(page))
+            .chain(
+                grown
+                    .clone()
+                    .chain(behind)
+                    .filter(|&page| self.page(page) != [0; PAGE]),
+            )
             .map(|page| (page, self.page(page)))
     }
 
+    /// Returns whether a page differs from what it started from.
     fn differs(&self, page: usize) -> bool {
-        if page * PAGE < self.image.len() {
-            self.page(page) != self.image.page(page)
-        } else {
-            self.page(page) != [0; PAGE]
+        let image = self.image.len() / PAGE;
+        if page < image {
+            return self.page(page) != self.image.page(page);
+        }
+        match self.grown {
+            Some(grown) if page - image < grown.len() / PAGE => {
+                self.page(page) != grown.page(page - image)
+            }
+            _ => self.page(page) != [0; PAGE],
         }
     }
 

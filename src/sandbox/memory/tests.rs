@@ -63,6 +63,30 @@ impl Guest {
         unsafe { self.slot.is_restored() }.unwrap()
     }
 
+    /// Grows the memory by `pages` Wasm pages.
+    fn grow(&mut self, pages: u64) {
+        self.memory.grow(&mut self.store, pages).unwrap();
+    }
+
+    /// Makes a copy, as a fork does.
+    #[expect(unsafe_code, reason = "the stores are at rest")]
+    fn copy(&mut self, pagemap: Option<&Arc<Pagemap>>) -> Self {
+        let size = self.memory.data_size(&self.store);
+        let mut copy = Self::new(pagemap);
+        copy.grow(((size - SIZE) / WASM_PAGE) as u64);
+        // SAFETY: the store is at rest and borrowed.
+        unsafe { self.slot.share_grown(size) }.unwrap();
+        // SAFETY: as above.
+        let changed = unsafe { self.slot.changed(size) }.unwrap();
+        // SAFETY: as above.
+        unsafe { copy.slot.copy_from(&changed, size) }.unwrap();
+        copy
+    }
+
+    fn data(&self) -> &[u8] {
+        self.memory.data(&self.store)
+    }
+
     #[expect(unsafe_code, reason = "the store is at rest")]
     fn changed(&self) -> Vec<usize> {
         let size = self.memory.data_size(&self.store);
@@ -213,6 +237,78 @@ fn changed_pages_are_found() {
         guest.write(SIZE / PAGE + 2, 9);
         assert_eq!(guest.changed(), [3, 40, SIZE / PAGE + 2]);
     }
+}
+
+#[test]
+fn copies_share_what_a_guest_grew_by() {
+    const GROWN: usize = SIZE / PAGE;
+    for pagemap in pagemaps() {
+        let mut parent = Guest::new(pagemap.as_ref());
+        parent.grow(64);
+        parent.write(3, 0xff);
+        for page in 0..600 {
+            parent.write(GROWN + page, 1);
+        }
+        let before = parent.data().to_vec();
+        let mut child = parent.copy(pagemap.as_ref());
+        assert!(parent.data() == before && child.data() == before);
+        let changed = child.changed();
+        assert_eq!(changed.len(), 601, "a copy knows all that it has");
+        assert_eq!(parent.changed(), changed);
+
+        // Neither sees what the other writes; a copy of a copy has all of it.
+        parent.write(GROWN + 5, 2);
+        child.write(GROWN + 6, 3);
+        child.write(GROWN + 700, 4);
+        child.grow(1);
+        child.write(GROWN + 64 * WASM_PAGE / PAGE, 5);
+        let grandchild = child.copy(pagemap.as_ref());
+        assert!(grandchild.data() == child.data());
+        assert_eq!(grandchild.changed(), child.changed());
+        assert_eq!(child.changed().len(), 603);
+        assert_eq!(parent.changed(), changed);
+        let at = |guest: &Guest, page: usize| guest.data()[(GROWN + page) * PAGE + 7];
+        assert_eq!(
+            [at(&parent, 5), at(&parent, 6), at(&parent, 700)],
+            [2, 1, 0]
+        );
+        assert_eq!([at(&child, 5), at(&child, 6), at(&child, 700)], [1, 3, 4]);
+
+        // A restored slot has nothing of it, and the others keep theirs.
+        parent.restore();
+        assert!(parent.is_restored());
+        drop(parent);
+        assert_eq!(at(&child, 0), 1);
+    }
+}
+
+/// What is shared costs a copy no memory of its own.
+#[test]
+fn a_copy_of_a_large_guest_has_few_pages() {
+    let Some(pagemap) = Pagemap::open().ok().map(Arc::new) else {
+        println!("skipped: this kernel has no PAGEMAP_SCAN");
+        return;
+    };
+    let mut parent = Guest::new(Some(&pagemap));
+    parent.grow(64);
+    for page in 0..1000 {
+        parent.write(SIZE / PAGE + page, 1);
+    }
+    let own = |guest: &Guest| {
+        let mut runs = Vec::new();
+        let start = guest.memory.data_ptr(&guest.store).addr();
+        let end = start + guest.data().len();
+        pagemap.private_pages(start..end, &mut runs).unwrap();
+        runs.iter().map(|run| run.len() / PAGE).sum::<usize>()
+    };
+    assert_eq!(own(&parent), 1000);
+    let mut child = parent.copy(Some(&pagemap));
+    assert_eq!((own(&parent), own(&child)), (0, 0));
+    // Little more does not begin anew: it is copied.
+    parent.write(SIZE / PAGE, 2);
+    child.write(SIZE / PAGE + 1, 2);
+    let second = parent.copy(Some(&pagemap));
+    assert_eq!((own(&parent), own(&second)), (1, 1));
 }
 
 #[test]
