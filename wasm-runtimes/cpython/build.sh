@@ -27,6 +27,9 @@ BZIP2_TARBALL=bzip2_1.0.8.orig.tar.gz
 BZIP2_SHA256=ab5a03176ee106d3f0fa90e381da478ddae405918153cca248e682cd0c4a2269
 XZ_TARBALL=xz-utils_5.8.1.orig.tar.xz
 XZ_SHA256=0b54f79df85912504de0b14aec7971e3f964491af1812d83447005807513cd9e
+# The database of the module sqlite3.
+SQLITE_TARBALL=sqlite3_3.46.1.orig.tar.xz
+SQLITE_SHA256=d0cdd2ece271b29e7ce18095745d892517ee26d0f270065b3a25c2e9eb11639c
 # Time zones, compiled: the package's files, in an index of our own.
 TZDATA_VERSION=2026f-0+deb13u1
 TZDATA_SHA256=2c1c561091402883430d0d47c57a3c0aa00b44afc8a6239265065a87211a5c11
@@ -39,6 +42,9 @@ TOOLCHAIN=(
     "clang-$LLVM" "libclang-common-$LLVM-dev" "libclang-cpp$LLVM" "libclang1-$LLVM" "libllvm$LLVM" "llvm-$LLVM" "lld-$LLVM"
     "libclang-rt-$LLVM-dev-wasm32"
 )
+
+# What makes one file of SQLite's sources.
+TCL=(tcl8.6/bookworm libtcl8.6/bookworm)
 
 # For --profile: what a native program needs to count with.
 PROFILE_RUNTIME=libclang-rt-$LLVM-dev
@@ -114,14 +120,15 @@ fetch() {
     cd "$WORK/fetched"
     export APT_CONFIG=$WORK/apt/apt.conf
     apt-get -qq source --tar-only python3.13/trixie
-    apt-get -qq source --tar-only zlib/trixie bzip2/trixie xz-utils/trixie
+    apt-get -qq source --tar-only zlib/trixie bzip2/trixie xz-utils/trixie sqlite3/trixie
     apt-get -qq download wasi-libc/trixie "tzdata=$TZDATA_VERSION" "tzdata-legacy=$TZDATA_VERSION"
-    apt-get -qq download "${TOOLCHAIN[@]/%/=$LLVM_VERSION}"
+    apt-get -qq download "${TOOLCHAIN[@]/%/=$LLVM_VERSION}" "${TCL[@]}"
     sha256sum --check --quiet <<EOF
 $PYTHON_SHA256  $PYTHON_TARBALL
 $ZLIB_SHA256  $ZLIB_TARBALL
 $BZIP2_SHA256  $BZIP2_TARBALL
 $XZ_SHA256  $XZ_TARBALL
+$SQLITE_SHA256  $SQLITE_TARBALL
 $TZDATA_SHA256  tzdata_${TZDATA_VERSION}_all.deb
 $TZDATA_LEGACY_SHA256  tzdata-legacy_${TZDATA_VERSION}_all.deb
 $WASI_LIBC_SHA256  $WASI_LIBC_DEB
@@ -130,17 +137,18 @@ EOF
 
 unpack() {
     cd "$WORK"
-    rm -rf "Python-$PYTHON" sysroot toolchain zlib bzip2 xz tzdata
+    rm -rf "Python-$PYTHON" sysroot toolchain zlib bzip2 xz sqlite tzdata
     tar xf "fetched/$PYTHON_TARBALL"
     local patch
     for patch in "${PATCHES[@]}"; do
         patch -s -p1 -d "Python-$PYTHON" < "$HERE/$patch"
     done
     dpkg -x "fetched/$WASI_LIBC_DEB" sysroot
-    mkdir zlib bzip2 xz
+    mkdir zlib bzip2 xz sqlite
     tar xf "fetched/$ZLIB_TARBALL" --strip-components=1 -C zlib
     tar xf "fetched/$BZIP2_TARBALL" --strip-components=1 -C bzip2
     tar xf "fetched/$XZ_TARBALL" --strip-components=1 -C xz
+    tar xf "fetched/$SQLITE_TARBALL" --strip-components=1 -C sqlite
     local deb
     for deb in fetched/*.deb; do
         case $deb in
@@ -220,7 +228,28 @@ cross_env() {
     export CONFIG_SITE="$WORK/Python-$PYTHON/Tools/wasm/config.site-wasm32-wasi $HERE/config.site"
 }
 
-# The compression libraries, less what is for files: the modules use them on memory.
+# SQLite as one C file, which its own build makes with Tcl.
+sqlite_source() {
+    rm -rf "$WORK/sqlite-build"
+    mkdir "$WORK/sqlite-build"
+    cd "$WORK/sqlite-build"
+    (
+        export PATH=$WORK/toolchain/usr/bin:$PATH LD_LIBRARY_PATH=$WORK/toolchain/usr/lib/x86_64-linux-gnu
+        export TCL_LIBRARY=$WORK/toolchain/usr/share/tcltk/tcl8.6
+        ../sqlite/configure -q --disable-tcl --disable-readline > configure.log 2>&1
+        make -s TCLSH_CMD=tclsh8.6 sqlite3.c > make.log 2>&1
+    )
+}
+
+# One thread, one process, no native code; and no memory shared between processes, which write-ahead logs need. For size:
+# it is a fifth of the guest's code as it is.
+SQLITE_OPTIONS=(
+    -Os -DSQLITE_THREADSAFE=0 -DSQLITE_OMIT_LOAD_EXTENSION -DSQLITE_OMIT_WAL -DSQLITE_MAX_MMAP_SIZE=0
+    -DSQLITE_ENABLE_MATH_FUNCTIONS -DSQLITE_ENABLE_FTS5 -DSQLITE_ENABLE_COLUMN_METADATA
+    -D_WASI_EMULATED_SIGNAL -D_WASI_EMULATED_GETPID -D_WASI_EMULATED_MMAN
+)
+
+# The libraries of modules. Of those for compression, less what is for files: the modules use them on memory.
 libraries() (
     cross_env
     rm -rf "$WORK/libraries"
@@ -237,6 +266,10 @@ libraries() (
     done
     $AR rcsD ../lib/libz.a z-*.o
     $AR rcsD ../lib/libbz2.a bz2-*.o
+    # shellcheck disable=SC2086
+    $CC $CFLAGS "${SQLITE_OPTIONS[@]}" -c "$WORK/sqlite-build/sqlite3.c" -o sqlite3.o
+    $AR rcsD ../lib/libsqlite3.a sqlite3.o
+    cp "$WORK/sqlite-build/sqlite3.h" ../include/
     cp "$WORK"/zlib/{zlib,zconf}.h "$WORK/bzip2/bzlib.h" ../include/
 
     rm -rf "$WORK/xz-build"
@@ -265,6 +298,7 @@ cross_python() (
     export ZLIB_CFLAGS="-I$libraries/include" ZLIB_LIBS="-L$libraries/lib -lz"
     export BZIP2_CFLAGS="-I$libraries/include" BZIP2_LIBS="-L$libraries/lib -lbz2"
     export LIBLZMA_CFLAGS="-I$libraries/include" LIBLZMA_LIBS="-L$libraries/lib -llzma"
+    export LIBSQLITE3_CFLAGS="-I$libraries/include" LIBSQLITE3_LIBS="-L$libraries/lib -lsqlite3"
     "../Python-$PYTHON/configure" -q --host=wasm32-unknown-wasi --build=x86_64-linux-gnu \
         --with-build-python="$WORK/native/python" --disable-test-modules --with-ensurepip=no --prefix=/ \
         --with-pymalloc --enable-big-digits=30 \
@@ -299,7 +333,7 @@ link_guest() (
         -Wl,--initial-memory=33554432 -Wl,--strip-all -Wl,--wrap=chdir,--wrap=chmod,--wrap=fchmod \
         -Wl,--wrap=__wasilibc_find_relpath_alloc,--wrap=_PyMutex_LockTimed \
         shim.o codec.o stdlib.o snapshot.o vfs.o posix.o locks.o \
-        "${ARCHIVES[@]/#/$cross/}" "$WORK"/libraries/lib/lib{z,bz2,lzma}.a \
+        "${ARCHIVES[@]/#/$cross/}" "$WORK"/libraries/lib/lib{z,bz2,lzma,sqlite3}.a \
         -ldl -lwasi-emulated-signal -lwasi-emulated-getpid -lwasi-emulated-process-clocks -lwasi-emulated-mman -lm \
         -o python.wasm
     zstd -q -19 -f python.wasm -o python.wasm.zst
@@ -316,6 +350,7 @@ python source       $PYTHON_TARBALL sha256 $PYTHON_SHA256
 zlib source         $ZLIB_TARBALL sha256 $ZLIB_SHA256
 bzip2 source        $BZIP2_TARBALL sha256 $BZIP2_SHA256
 xz source           $XZ_TARBALL sha256 $XZ_SHA256
+sqlite source       $SQLITE_TARBALL sha256 $SQLITE_SHA256
 tzdata              tzdata_${TZDATA_VERSION}_all.deb sha256 $TZDATA_SHA256
                     tzdata-legacy_${TZDATA_VERSION}_all.deb sha256 $TZDATA_LEGACY_SHA256
 wasi-libc           $WASI_LIBC_DEB sha256 $WASI_LIBC_SHA256
@@ -345,6 +380,7 @@ write_licenses() {
     cp "$WORK/zlib/LICENSE" "$out/zlib.txt"
     cp "$WORK/bzip2/LICENSE" "$out/bzip2.txt"
     cp "$WORK/xz/COPYING.0BSD" "$out/liblzma.txt"
+    cp "$WORK/sqlite/LICENSE.md" "$out/sqlite.txt"
     cp "$WORK/tzdata/usr/share/doc/tzdata/copyright" "$out/tzdata.txt"
     cp "$WORK/sysroot/usr/share/doc/wasi-libc/copyright" "$out/wasi-libc.txt"
     cp "$WORK/toolchain/usr/share/doc/libclang-rt-$LLVM-dev-wasm32/copyright" "$out/compiler-rt.txt"
@@ -358,7 +394,7 @@ main() {
         build | --check | --profile) ;;
         # By name: WORK may be a directory that holds other things.
         --clean) rm -rf "$WORK"/{.done-*,apt,fetched,"Python-$PYTHON",sysroot,toolchain,native} \
-            "$WORK"/{zlib,bzip2,xz,xz-build,tzdata,libraries,profile,cross,guest} ;;
+            "$WORK"/{zlib,bzip2,xz,xz-build,sqlite,sqlite-build,tzdata,libraries,profile,cross,guest} ;;
         *) die "usage: build.sh [--check | --clean | --profile]" ;;
     esac
 
@@ -375,6 +411,7 @@ main() {
         return
     fi
     once native_python
+    once sqlite_source
     once libraries
     once cross_python
     say link_guest

@@ -20,7 +20,7 @@ EARLY = ("encodings", "encodings.aliases", "encodings.utf_8")
 # service that is not there. `_pyrepl` stays: `help` takes its pager from it.
 LEFT_OUT = {
     "__phello__", "ctypes", "curses", "ensurepip", "idlelib", "lib2to3", "msilib", "multiprocessing",
-    "pydoc_data", "site-packages", "sqlite3", "test", "tests", "tkinter", "turtledemo", "venv", "wsgiref", "xmlrpc",
+    "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo", "venv", "wsgiref", "xmlrpc",
     "__hello__.py", "_aix_support.py", "_android_support.py", "_apple_support.py", "_ios_support.py", "_osx_support.py",
     "antigravity.py", "pty.py", "tty.py", "turtle.py", "webbrowser.py",
 }

@@ -132,6 +132,37 @@ import m; print(m.x)
 }
 
 #[test]
+fn databases_are_files() {
+    prints(
+        "import sqlite3
+database = sqlite3.connect('people.db')
+with database:
+    database.execute('create table people (name text, age int)')
+    database.executemany('insert into people values (?, ?)', [('Ann', 31), ('Bob', 42)])
+try:
+    with database:
+        database.execute('delete from people')
+        raise ValueError
+except ValueError: pass
+database.close()
+database = sqlite3.connect('people.db')
+print(database.execute('select count(*), sum(age) from people').fetchone(), os.listdir())
+other = sqlite3.connect('people.db', timeout=1)
+database.execute('begin exclusive')
+try: other.execute('delete from people')
+except sqlite3.OperationalError as error: print(error)
+database.rollback()
+database.execute('create virtual table texts using fts5(t)')
+database.execute(\"insert into texts values ('some words'), ('other words')\")
+print(database.execute(\"select * from texts where t match 'some'\").fetchall())
+database.create_function('double', 1, lambda x: 2 * x)
+print(database.execute('select double(age), sqrt(4) from people').fetchall())
+",
+        "(2, 73) ['people.db']\ndatabase is locked\n[('some words',)]\n[(62, 2.0), (84, 2.0)]\n",
+    );
+}
+
+#[test]
 fn time_zones_are_known() {
     prints(
         "

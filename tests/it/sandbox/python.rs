@@ -108,6 +108,10 @@ fn an_endless_loop_meets_its_deadline() {
 #[case::substrings("s = 'a' * 10**6\nwhile True: s.count('a' * 999 + 'b')")]
 #[case::hash("import hashlib\nb = bytes(10**7)\nwhile True: hashlib.sha512(b)")]
 #[case::recursion("def f(n):\n  if n: f(n - 1); f(n - 1)\nf(900)")]
+#[case::query(
+    "import sqlite3\nsqlite3.connect(':memory:').execute('with recursive n(x) as \
+     (select 1 union all select x + 1 from n) select count(*) from n').fetchone()"
+)]
 #[case::garbage("import gc\na = [[] for _ in range(10**5)]\nwhile True: gc.collect()")]
 #[case::output("while True: print('x' * 1000)")]
 #[case::clock("import time\nwhile True: time.sleep(1)")]
