@@ -6,6 +6,7 @@ mod config;
 mod engine;
 mod grader;
 mod layering;
+mod reward_attacks;
 mod run;
 mod sandbox;
 mod task;
