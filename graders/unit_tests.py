@@ -12,6 +12,7 @@ import builtins
 
 import _wardian_guest
 import _wardian_values
+import numpy_stand_in
 
 _MESSAGE_LIMIT = 300
 
@@ -297,6 +298,7 @@ def grade(setup, tests, entries):
     When none could run: ("broken", message) if the task is at fault, ("invalid", message) if the submission is.
     """
     namespace = {"__name__": "tests", "__builtins__": builtins}
+    numpy_stand_in.provide(setup, *tests)
     try:
         # The submission has no part in this yet, so what fails here is the task's.
         codes = [

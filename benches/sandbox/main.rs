@@ -107,6 +107,7 @@ fn sandbox(criterion: &mut Criterion) {
                 .map(|n| format!("assert add({n}, 1) == {}", n + 1))
                 .collect(),
             entry_points: vec!["add".to_owned()],
+            ..GradeRequest::default()
         };
         bencher.iter(|| assert_eq!(grader.grade(&request).reward, Some(1.0)));
     });

@@ -88,14 +88,18 @@ pub(super) struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// Returns the limits asked for.
+    /// Returns the limits asked for, over those of a program.
     pub(super) fn to_limits(&self) -> Result<Limits, SandboxError> {
-        let defaults = Limits::default();
+        self.over(&Limits::default())
+    }
+
+    /// Returns the limits asked for, and `defaults` where none is.
+    pub(super) fn over(&self, defaults: &Limits) -> Result<Limits, SandboxError> {
         let limits = Limits {
             memory: self.memory,
             fuel: self.fuel.unwrap_or(defaults.fuel),
             deadline: self.timeout.unwrap_or(defaults.deadline),
-            ..defaults
+            ..defaults.clone()
         };
         limits.validate()?;
         if limits.memory < MIN_MEMORY {

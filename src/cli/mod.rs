@@ -66,6 +66,8 @@ enum Command {
     Exec(commands::exec::ExecArgs),
     /// Grade submissions against a task set
     Grade(commands::grade::GradeArgs),
+    /// Work with task sets
+    Task(commands::task::TaskArgs),
     /// Prepare the cached Python runtime, or show where it is
     Runtime(commands::runtime::RuntimeArgs),
     /// Run guests for the process that starts this one
@@ -93,6 +95,7 @@ pub fn main() -> ExitCode {
         Command::Eval(args) => commands::eval::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
+        Command::Task(args) => commands::task::run(&args, &printer),
         Command::Runtime(args) => commands::runtime::run(&args, &printer),
         Command::SandboxWorker => commands::sandbox_worker::run(),
     };

@@ -9,6 +9,8 @@ use serde::Serialize;
 pub(super) struct Printer {
     quiet: bool,
     live: bool,
+    /// Whether data goes to the terminal, too.
+    shares_terminal: bool,
 }
 
 #[expect(
@@ -20,6 +22,7 @@ impl Printer {
         Self {
             quiet,
             live: !quiet && io::stderr().is_terminal(),
+            shares_terminal: io::stdout().is_terminal(),
         }
     }
 
@@ -64,6 +67,13 @@ impl Printer {
             let mut err = anstream::stderr().lock();
             let _ = write!(err, "\r\x1b[2K{text}");
             let _ = err.flush();
+        }
+    }
+
+    /// Clears the line that is redrawn, where data comes next on the same terminal.
+    pub(super) fn make_way(&self) {
+        if self.shares_terminal {
+            self.redraw("");
         }
     }
 

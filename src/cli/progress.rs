@@ -15,6 +15,11 @@ pub(super) struct Progress<'a> {
     last_line: Option<Instant>,
 }
 
+/// Time between drawings of the line on a terminal.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(50);
+/// Characters of the bar.
+const BAR_WIDTH: usize = 20;
+
 /// Time between lines where the terminal cannot be redrawn.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -33,16 +38,24 @@ impl<'a> Progress<'a> {
     /// Shows that `done` of the total are done, with `detail` behind it.
     pub(super) fn update(&mut self, done: usize, detail: &str) {
         let left = self.time_left(done);
-        let line = format!("{} {done}/{} {detail} {left}", self.label, self.total);
+        let line = || format!("{} {done}/{} {detail} {left}", self.label, self.total);
         if self.printer.is_live() {
-            self.printer.redraw(line.trim_end());
+            // More often than this nobody sees it.
+            let is_due = self
+                .last_line
+                .is_none_or(|last| last.elapsed() >= REDRAW_INTERVAL);
+            if is_due || done == self.total {
+                self.last_line = Some(Instant::now());
+                self.printer
+                    .redraw(&format!("{} {}", bar(done, self.total), line().trim_end()));
+            }
         } else if done == self.total
             || self
                 .last_line
                 .is_none_or(|last| last.elapsed() >= LINE_INTERVAL)
         {
+            self.printer.note(line().trim_end());
             self.last_line = Some(Instant::now());
-            self.printer.note(line.trim_end());
         }
     }
 
@@ -74,6 +87,12 @@ impl<'a> Progress<'a> {
     }
 }
 
+/// Returns a bar of which a share is filled.
+fn bar(done: usize, total: usize) -> String {
+    let filled = (BAR_WIDTH * done.min(total)) / total.max(1);
+    format!("[{}{}]", "#".repeat(filled), "-".repeat(BAR_WIDTH - filled))
+}
+
 /// Returns a duration as `1 h 02 min`, `3 min 20 s` or `12 s`.
 pub(super) fn human_duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
@@ -87,6 +106,13 @@ pub(super) fn human_duration(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_bar_fills() {
+        assert_eq!(bar(0, 0), format!("[{}]", "-".repeat(20)));
+        assert_eq!(bar(1, 4), format!("[{}{}]", "#".repeat(5), "-".repeat(15)));
+        assert_eq!(bar(4, 4), format!("[{}]", "#".repeat(20)));
+    }
 
     #[test]
     fn durations_read_well() {

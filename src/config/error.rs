@@ -85,7 +85,7 @@ pub enum ConfigError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
     /// The key's path.
-    pub key: &'static str,
+    pub key: String,
     /// The value.
     pub value: String,
     /// What it must be, and why or how.

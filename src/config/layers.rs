@@ -163,10 +163,11 @@ fn check_section(
                     hint,
                 });
             }
-            (Some(Value::Table(inner)), Value::Table(layer)) => {
+            // A section without keys of its own has the file's: names with their weights.
+            (Some(Value::Table(inner)), Value::Table(layer)) if !inner.is_empty() => {
                 check_section(layer, inner, known, path, origin)?;
             }
-            (Some(Value::Table(inner)), _) => {
+            (Some(Value::Table(inner)), _) if !inner.is_empty() => {
                 let keys: Vec<&str> = inner.keys().map(String::as_str).collect();
                 let keys = keys.join(", ");
                 return Err(ConfigError::NotASection {
@@ -200,6 +201,7 @@ fn every_key() -> RunConfig {
     config.task.split = Some(crate::task::Split::Train);
     config.task.eval_path = Some(String::new());
     config.task.eval_split = Some(crate::task::Split::Test);
+    config.task.grader = Some(String::new());
     config.task.limit = Some(1);
     config.rollout.system_prompt = Some(String::new());
     config.eval.limit = Some(1);

@@ -20,6 +20,7 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::grader::RewardTerms;
 use crate::sandbox::{Meter, Restore};
 use crate::task::Split;
 
@@ -51,8 +52,8 @@ pub struct RunConfig {
     pub task: TaskConfig,
     /// How episodes are sampled.
     pub rollout: RolloutConfig,
-    /// What a submission earns.
-    pub reward: RewardConfig,
+    /// What a submission earns; its keys are those of [`RewardTerms`].
+    pub reward: RewardTerms,
     /// What the policy's code may use.
     pub sandbox: SandboxConfig,
     /// How the policy is updated.
@@ -125,6 +126,12 @@ pub struct TaskConfig {
     pub eval_split: Option<Split>,
     /// How many of a task's tests the policy is shown; 1 unless given, the others stay hidden.
     pub visible_tests: usize,
+    /// Whether MBPP's challenge tests are used, too, hidden; false unless given.
+    pub challenge_tests: bool,
+    /// What grades every task: a grader's name, or a Python file with `def grade(candidate, task)`;
+    /// what each task says unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grader: Option<String>,
     /// Learn from the first so many tasks only; all unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
@@ -138,6 +145,8 @@ impl Default for TaskConfig {
             eval_path: None,
             eval_split: None,
             visible_tests: 1,
+            challenge_tests: false,
+            grader: None,
             limit: None,
         }
     }
@@ -188,29 +197,7 @@ impl Default for RolloutConfig {
     }
 }
 
-/// What a submission earns: a weighted sum of parts from 0 to 1.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RewardConfig {
-    /// For passing every test; 1 unless given.
-    pub passed: f64,
-    /// For the share of tests that pass; 0 unless given. Helps a policy that hardly ever passes.
-    pub test_fraction: f64,
-    /// For a submission that loads and defines what the tests use; 0 unless given.
-    pub loads: f64,
-}
-
-impl Default for RewardConfig {
-    fn default() -> Self {
-        Self {
-            passed: 1.0,
-            test_fraction: 0.0,
-            loads: 0.0,
-        }
-    }
-}
-
-/// What the policy's code may use, in each call of a tool and each scoring.
+/// What the policy's code may use, in each call of a tool and each grading.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SandboxConfig {
@@ -225,7 +212,11 @@ pub struct SandboxConfig {
     /// learning: it says something about the machine.
     #[serde(with = "units::duration")]
     pub deadline: Duration,
-    /// Wall-clock time for all tests of one submission; 60s unless given.
+    /// Fuel of a submission while it is graded; 50 billion unless given, which every reference
+    /// solution of MBPP keeps to. A submission that never ends uses all of it, in five to fifteen
+    /// seconds: give less where tasks are small.
+    pub grade_fuel: u64,
+    /// Wall-clock time for all tests of one submission; 2m unless given.
     #[serde(with = "units::duration")]
     pub grade_deadline: Duration,
     /// Standard output and error kept of one tool call, each; 64KiB unless given.
@@ -253,7 +244,8 @@ impl Default for SandboxConfig {
             memory: ByteSize::mib(256),
             fuel: 10_000_000_000,
             deadline: Duration::from_secs(30),
-            grade_deadline: Duration::from_secs(60),
+            grade_fuel: 50_000_000_000,
+            grade_deadline: Duration::from_secs(120),
             output: ByteSize::kib(64),
             wheels: Vec::new(),
             workers: 0,

@@ -25,10 +25,10 @@ impl Issues {
         clippy::needless_pass_by_value,
         reason = "checks read better without a borrow"
     )]
-    fn require(&mut self, holds: bool, key: &'static str, value: impl ToString, remedy: &str) {
+    fn require(&mut self, holds: bool, key: impl Into<String>, value: impl ToString, remedy: &str) {
         if !holds {
             self.0.push(Issue {
-                key,
+                key: key.into(),
                 value: value.to_string(),
                 remedy: remedy.to_owned(),
             });
@@ -147,13 +147,26 @@ impl RunConfig {
 
     fn validate_reward(&self, issues: &mut Issues) {
         let reward = &self.reward;
-        for (key, weight) in [
-            ("reward.passed", reward.passed),
-            ("reward.test_fraction", reward.test_fraction),
-            ("reward.loads", reward.loads),
-        ] {
-            issues.require(weight.is_finite(), key, weight, "make it a finite number");
+        for (name, weight) in reward.weights() {
+            issues.require(
+                weight.is_finite(),
+                format!("reward.{name}"),
+                weight,
+                "make it a finite number",
+            );
         }
+        issues.require(
+            (0.0..=1.0).contains(&reward.fuel_penalty),
+            "reward.fuel_penalty",
+            reward.fuel_penalty,
+            "make it from 0 to 1: it is the share of `reward.passed` that all the fuel costs",
+        );
+        issues.require(
+            reward.length_margin <= reward.length_limit,
+            "reward.length_margin",
+            reward.length_margin,
+            "make it at most `reward.length_limit`",
+        );
     }
 
     fn validate_sandbox(&self, issues: &mut Issues) {
@@ -164,12 +177,17 @@ impl RunConfig {
             sandbox.memory,
             "make it from 64MiB, which the interpreter needs, to 4GiB, which wasm32 can address",
         );
-        issues.require(
-            sandbox.fuel >= 1_000_000_000 && i64::try_from(sandbox.fuel).is_ok(),
-            "sandbox.fuel",
-            sandbox.fuel,
-            "make it at least 1000000000, or imports alone may use it up",
-        );
+        for (key, fuel) in [
+            ("sandbox.fuel", sandbox.fuel),
+            ("sandbox.grade_fuel", sandbox.grade_fuel),
+        ] {
+            issues.require(
+                fuel >= 1_000_000_000 && i64::try_from(fuel).is_ok(),
+                key,
+                fuel,
+                "make it at least 1000000000, or imports alone may use it up",
+            );
+        }
         for (key, deadline) in [
             ("sandbox.deadline", sandbox.deadline),
             ("sandbox.grade_deadline", sandbox.grade_deadline),

@@ -16,10 +16,12 @@ mod tools;
 #[cfg(test)]
 mod tests;
 
+use indexmap::IndexMap;
+
 use crate::chat::{Message, ParsedTurn, ToolSpec};
 
 pub use self::error::EnvError;
-pub use self::tools::{RewardWeights, ToolEnvironment, ToolEnvironmentConfig, grade_request};
+pub use self::tools::{ToolEnvironment, ToolEnvironmentConfig};
 
 /// How an episode ended, for reports; the reward alone trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -45,7 +47,7 @@ pub struct StepResult {
     /// Set on the last step; `None` there means that the episode could not be scored.
     pub reward: Option<f64>,
     /// The parts of the reward by name, each before weighting.
-    pub rewards: Vec<(&'static str, f64)>,
+    pub rewards: IndexMap<String, f64>,
     /// Whether the episode is over.
     pub done: bool,
     /// How it ended; `None` while it goes on.

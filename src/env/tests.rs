@@ -8,7 +8,7 @@ use serde_json::json;
 use super::*;
 use crate::chat::{Role, ToolCall, parse_turn};
 use crate::grader::{
-    GradeRequest, GradeUsage, Grader, TestResult, TestStatus, Verdict, VerdictStatus,
+    GradeRequest, GradeUsage, Grader, RewardTerms, TestResult, TestStatus, Verdict, VerdictStatus,
 };
 use crate::sandbox::{
     Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Sandbox,
@@ -83,9 +83,14 @@ impl Grader for ScriptedGrader {
                 TestStatus::Failed
             },
             message: String::new(),
+            expected: None,
+            got: None,
+            line: None,
+            limit: None,
         });
         Verdict {
             reward,
+            rewards: IndexMap::new(),
             status,
             tests: tests.into(),
             usage: GradeUsage::default(),
@@ -100,19 +105,24 @@ fn environment(max_turns: usize) -> (ToolEnvironment, Arc<ScriptedSandbox>) {
         entry_points: vec!["f".to_owned()],
         setup: vec!["import math".to_owned()],
         tests: vec!["assert f(1) == 2".to_owned(), "assert f(2) == 3".to_owned()],
-        reference: None,
         visible_tests: 1,
+        ..Task::default()
     };
+    environment_of(task, max_turns)
+}
+
+fn environment_of(task: Task, max_turns: usize) -> (ToolEnvironment, Arc<ScriptedSandbox>) {
     let config = ToolEnvironmentConfig {
         system_prompt: Some("Be brief.".to_owned()),
         max_turns,
         max_output_chars: 100,
         limits: Limits::default(),
-        reward: RewardWeights {
-            passed: 1.0,
+        reward: RewardTerms {
             test_fraction: 0.5,
             loads: 0.1,
+            ..RewardTerms::default()
         },
+        grade_fuel: 1000,
     };
     let sandbox = Arc::new(ScriptedSandbox::default());
     let shared: Arc<dyn Sandbox> = sandbox.clone();
@@ -177,6 +187,78 @@ fn parts_of_a_reward_add_up_by_weight() {
         let end = environment.step(&call("submit_solution", code)).unwrap();
         assert_eq!(end.reward, Some(reward), "{code}");
     }
+}
+
+#[test]
+fn the_parts_of_a_reward_are_kept_and_say_whether_the_form_was() {
+    for (mistake, format) in [(false, 1.0), (true, 0.0)] {
+        let (mut environment, _) = environment(3);
+        environment.reset();
+        if mistake {
+            environment.step(&call("rm_rf", "x")).unwrap();
+        }
+        let end = environment.step(&call("submit_solution", "half")).unwrap();
+        let parts: Vec<_> = end.rewards.into_iter().collect();
+        let expected = [
+            ("passed", 0.0),
+            ("test_fraction", 0.5),
+            ("loads", 1.0),
+            ("format", format),
+        ];
+        assert_eq!(parts, expected.map(|(name, part)| (name.to_owned(), part)));
+    }
+    let (mut environment, _) = environment(1);
+    environment.reset();
+    let end = environment.step(&call("run_python", "x")).unwrap();
+    assert_eq!(end.rewards["format"], 0.0);
+}
+
+#[test]
+fn a_task_may_say_what_a_submission_earns() {
+    let task = Task {
+        reward: Some(RewardTerms {
+            passed: 3.0,
+            ..RewardTerms::default()
+        }),
+        tests: vec!["assert f(1) == 2".to_owned()],
+        ..Task::default()
+    };
+    let (mut environment, _) = environment_of(task, 1);
+    environment.reset();
+    let end = environment.step(&call("submit_solution", "right")).unwrap();
+    assert_eq!(end.reward, Some(3.0));
+}
+
+#[test]
+fn a_task_that_asks_for_a_text_takes_the_turn_or_the_answer() {
+    let task = Task {
+        prompt: "6 * 7?".to_owned(),
+        grader: "numeric".to_owned(),
+        ..Task::default()
+    };
+    let (mut environment, sandbox) = environment_of(task.clone(), 3);
+    let opening = environment.reset();
+    assert!(opening[1].content.contains("`####`"), "{opening:?}");
+    let wrong_tool = environment.step(&call("submit_solution", "right")).unwrap();
+    assert!(
+        wrong_tool.observation[0]
+            .content
+            .contains("`submit_answer`")
+    );
+    let answer = ParsedTurn {
+        tool_calls: vec![Ok(ToolCall::new(
+            "submit_answer",
+            json!({"answer": "right"}),
+        ))],
+        ..Default::default()
+    };
+    let end = environment.step(&answer).unwrap();
+    assert_eq!((end.done, end.status), (true, Some(EpisodeStatus::Passed)));
+    let (mut environment, _) = environment_of(task, 3);
+    environment.reset();
+    let end = environment.step(&parse_turn("It is right.")).unwrap();
+    assert_eq!((end.done, end.status), (true, Some(EpisodeStatus::Passed)));
+    assert!(sandbox.programs.lock().unwrap().is_empty());
 }
 
 #[test]

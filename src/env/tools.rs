@@ -3,17 +3,41 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use indexmap::IndexMap;
 use serde_json::{Value, json};
 
 use super::text::{describe, last_code_block};
 use super::{EnvError, Environment, EpisodeStats, EpisodeStatus, StepResult};
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
-use crate::grader::{GradeRequest, Grader, TestStatus, Verdict, VerdictStatus};
+use crate::grader::{Grader, RewardTerms, Score, StdioGrader, SubmissionKind, VerdictStatus};
 use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, Sandbox};
 use crate::task::Task;
 
 const RUN_PYTHON: &str = "run_python";
-const SUBMIT_SOLUTION: &str = "submit_solution";
+
+/// How a submission is made.
+#[derive(Debug, Clone, Copy)]
+struct Submit {
+    /// The tool.
+    tool: &'static str,
+    /// Its argument.
+    argument: &'static str,
+}
+
+impl Submit {
+    fn of(kind: SubmissionKind) -> Self {
+        match kind {
+            SubmissionKind::Code => Self {
+                tool: "submit_solution",
+                argument: "code",
+            },
+            SubmissionKind::Text => Self {
+                tool: "submit_answer",
+                argument: "answer",
+            },
+        }
+    }
+}
 
 /// Settings of [`ToolEnvironment`].
 #[derive(Debug, Clone)]
@@ -26,68 +50,21 @@ pub struct ToolEnvironmentConfig {
     pub max_output_chars: usize,
     /// Limits of each `run_python` program.
     pub limits: Limits,
-    /// What a submission earns.
-    pub reward: RewardWeights,
+    /// What a submission earns, where its task does not say.
+    pub reward: RewardTerms,
+    /// The fuel of a submission while it is graded.
+    pub grade_fuel: u64,
 }
 
-/// What a submission earns: a weighted sum of its parts, each from 0 to 1.
-///
-/// By default it is 1 where every test passes and 0 elsewhere. The other parts help a policy that
-/// hardly ever passes to find a direction; they also reward what is not yet right.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RewardWeights {
-    /// Every test passes.
-    pub passed: f64,
-    /// The share of tests that pass.
-    pub test_fraction: f64,
-    /// The submission loads and defines what the tests use.
-    pub loads: f64,
-}
-
-impl Default for RewardWeights {
-    fn default() -> Self {
-        Self {
-            passed: 1.0,
-            test_fraction: 0.0,
-            loads: 0.0,
-        }
-    }
-}
-
-impl RewardWeights {
-    /// Returns the parts of a verdict's reward and their weighted sum.
-    fn score(self, verdict: &Verdict) -> (Vec<(&'static str, f64)>, f64) {
-        let share = |holds: bool| f64::from(u8::from(holds));
-        let passed = share(verdict.status == VerdictStatus::Passed);
-        let loads = share(matches!(
-            verdict.status,
-            VerdictStatus::Passed | VerdictStatus::Failed
-        ));
-        let count = verdict.tests.len().max(1) as f64;
-        let tests = verdict
-            .tests
-            .iter()
-            .filter(|test| test.status == TestStatus::Passed)
-            .count();
-        let fraction = tests as f64 / count;
-        let parts = vec![
-            ("passed", passed),
-            ("test_fraction", fraction),
-            ("loads", loads),
-        ];
-        (
-            parts,
-            self.passed * passed + self.test_fraction * fraction + self.loads * loads,
-        )
-    }
-}
-
-/// One episode of one program task.
+/// One episode of one task.
 ///
 /// The model calls `run_python(code)` as often as its turns allow and ends with
 /// `submit_solution(code)`. A model that does not call tools may answer with a fenced Python
 /// block instead: the block is run against the visible tests, what happened comes back as a user
 /// message, and the block is submitted once they pass or the turns are over.
+///
+/// Where the task asks for a text, as for a number, the tool is `submit_answer(answer)`, and a turn
+/// without a call is the answer.
 pub struct ToolEnvironment {
     task: Arc<Task>,
     sandbox: Arc<dyn Sandbox>,
@@ -98,6 +75,8 @@ pub struct ToolEnvironment {
     turns: usize,
     /// The last code block of a model that answers in text: what it stands by so far.
     answer: Option<String>,
+    /// Whether every call could be read.
+    is_well_formed: bool,
     stats: EpisodeStats,
 }
 
@@ -120,7 +99,7 @@ impl ToolEnvironment {
         config: Arc<ToolEnvironmentConfig>,
         seed: u64,
     ) -> Self {
-        let tools = Arc::from(Self::tool_specs());
+        let tools = Arc::from(Self::tool_specs(task.submission_kind()));
         Self {
             task,
             sandbox,
@@ -130,37 +109,49 @@ impl ToolEnvironment {
             seed,
             turns: 0,
             answer: None,
+            is_well_formed: true,
             stats: EpisodeStats::default(),
         }
     }
 
     /// Returns the two tools as the model sees them.
     #[must_use]
-    pub fn tool_specs() -> Vec<ToolSpec> {
-        let code = |description: &str| {
+    pub fn tool_specs(kind: SubmissionKind) -> Vec<ToolSpec> {
+        let one = |name: &str, description: &str| {
+            let text = json!({"type": "string", "description": description});
             json!({
                 "type": "object",
-                "properties": {"code": {"type": "string", "description": description}},
-                "required": ["code"],
+                "properties": {name: text},
+                "required": [name],
             })
+        };
+        let Submit { tool, argument } = Submit::of(kind);
+        let submit = match kind {
+            SubmissionKind::Code => ToolSpec::new(
+                tool,
+                "Submits the final code for grading and ends the task.",
+                one(argument, "The complete solution."),
+            ),
+            SubmissionKind::Text => ToolSpec::new(
+                tool,
+                "Submits the final answer for grading and ends the task.",
+                one(argument, "The answer alone."),
+            ),
         };
         vec![
             ToolSpec::new(
                 RUN_PYTHON,
                 "Runs a Python program in a sandbox and returns what it prints.",
-                code("The program."),
+                one("code", "The program."),
             ),
-            ToolSpec::new(
-                SUBMIT_SOLUTION,
-                "Submits the final code for grading and ends the task.",
-                code("The complete solution."),
-            ),
+            submit,
         ]
     }
 
-    fn run(&mut self, code: &str) -> Result<ExecOutcome, EnvError> {
+    fn run(&mut self, code: &str, stdin: &str) -> Result<ExecOutcome, EnvError> {
         let request = ExecRequest {
             code: code.to_owned(),
+            stdin: stdin.to_owned(),
             seed: Some(self.seed),
             ..ExecRequest::default()
         };
@@ -183,28 +174,45 @@ impl ToolEnvironment {
         Ok(outcome)
     }
 
-    fn submit(&mut self, code: &str) -> StepResult {
+    /// Grades a submission, which ends the episode.
+    fn submit(&mut self, submission: &str) -> StepResult {
         let started = Instant::now();
-        let verdict = self.grader.grade(&grade_request(&self.task, code));
+        let verdict = self.grader.grade(&self.task.grade_request(submission));
         self.stats.grade_seconds += started.elapsed().as_secs_f64();
         self.stats.fuel += verdict.usage.candidate.fuel;
-        finished(&verdict, self.config.reward)
+        let mut facts = self
+            .task
+            .submission_facts(submission, self.config.grade_fuel);
+        facts.format = Some(self.is_well_formed);
+        // What we failed to grade has no reward, not a reward of 0.
+        let score = self.reward_terms().score(&verdict, &facts);
+        let fault = match score {
+            Some(_) => None,
+            None => verdict.tests.first().map(|test| test.message.clone()),
+        };
+        StepResult {
+            fault,
+            ..ended(score, episode_status(verdict.status))
+        }
     }
 
-    fn without_submission() -> StepResult {
-        StepResult {
-            observation: Vec::new(),
-            reward: Some(0.0),
-            rewards: Vec::new(),
-            done: true,
-            status: Some(EpisodeStatus::NoSubmission),
-            fault: None,
-        }
+    fn reward_terms(&self) -> &RewardTerms {
+        self.task.reward.as_ref().unwrap_or(&self.config.reward)
+    }
+
+    /// Ends an episode that has no submission.
+    fn without_submission(&self) -> StepResult {
+        let score = self.reward_terms().without_submission(false);
+        ended(Some(score), EpisodeStatus::NoSubmission)
     }
 
     /// Answers a turn that called no tool.
     fn answer_text(&mut self, content: &str) -> Result<StepResult, EnvError> {
+        if self.task.submission_kind() == SubmissionKind::Text {
+            return Ok(self.submit(content));
+        }
         let Some(code) = last_code_block(content) else {
+            self.is_well_formed = false;
             return Ok(continued(vec![Message::user(
                 "There is no code in your answer. Reply with one Python code block.",
             )]));
@@ -212,15 +220,9 @@ impl ToolEnvironment {
         if self.turns >= self.config.max_turns {
             return Ok(self.submit(&code));
         }
-        let program = format!(
-            "{code}\n\n{}\n{}\n",
-            self.task.setup.join("\n"),
-            self.task.visible().join("\n")
-        );
-        let outcome = self.run(&program)?;
-        if outcome.exit.is_success() {
+        let Some(outcome) = self.try_visible_tests(&code)? else {
             return Ok(self.submit(&code));
-        }
+        };
         self.answer = Some(code);
         let output = describe(&outcome, self.config.max_output_chars);
         Ok(continued(vec![Message::user(format!(
@@ -228,16 +230,23 @@ impl ToolEnvironment {
              Python code block."
         ))]))
     }
-}
 
-/// Returns what the grader is asked about a submission to `task`.
-#[must_use]
-pub fn grade_request(task: &Task, code: &str) -> GradeRequest {
-    GradeRequest {
-        code: code.to_owned(),
-        setup: task.setup.clone(),
-        tests: task.tests.clone(),
-        entry_points: task.entry_points.clone(),
+    /// Runs a program with the visible tests, or with the first visible input; returns how it
+    /// failed.
+    fn try_visible_tests(&mut self, code: &str) -> Result<Option<ExecOutcome>, EnvError> {
+        let task = Arc::clone(&self.task);
+        let stdin = match task.visible_cases().first() {
+            Some(case) if task.grader == StdioGrader::NAME => case.input.as_str(),
+            _ => "",
+        };
+        let program = if task.visible().is_empty() {
+            code.to_owned()
+        } else {
+            let (setup, tests) = (task.setup.join("\n"), task.visible().join("\n"));
+            format!("{code}\n\n{setup}\n{tests}\n")
+        };
+        let outcome = self.run(&program, stdin)?;
+        Ok((!outcome.exit.is_success()).then_some(outcome))
     }
 }
 
@@ -245,32 +254,18 @@ fn continued(observation: Vec<Message>) -> StepResult {
     StepResult {
         observation,
         reward: None,
-        rewards: Vec::new(),
+        rewards: IndexMap::new(),
         done: false,
         status: None,
         fault: None,
     }
 }
 
-fn finished(verdict: &Verdict, weights: RewardWeights) -> StepResult {
-    let status = match verdict.status {
-        VerdictStatus::Passed => EpisodeStatus::Passed,
-        VerdictStatus::Failed => EpisodeStatus::Failed,
-        VerdictStatus::Invalid => EpisodeStatus::Invalid,
-        VerdictStatus::InfraError => EpisodeStatus::InfraError,
-    };
-    let fault = verdict
-        .reward
-        .is_none()
-        .then(|| verdict.tests.first().map(|test| test.message.clone()))
-        .flatten();
-    // What we failed to grade has no reward, not a reward of 0.
-    let (rewards, reward) = match verdict.reward {
-        Some(_) => {
-            let (parts, reward) = weights.score(verdict);
-            (parts, Some(reward))
-        }
-        None => (Vec::new(), None),
+/// The last step of an episode; without a score it could not be graded.
+fn ended(score: Option<Score>, status: EpisodeStatus) -> StepResult {
+    let (reward, rewards) = match score {
+        Some(score) => (Some(score.reward), score.parts),
+        None => (None, IndexMap::new()),
     };
     StepResult {
         observation: Vec::new(),
@@ -278,19 +273,31 @@ fn finished(verdict: &Verdict, weights: RewardWeights) -> StepResult {
         rewards,
         done: true,
         status: Some(status),
-        fault,
+        fault: None,
     }
 }
 
-/// Returns the `code` argument, or what to tell the model.
-fn code_argument(call: &ToolCall) -> Result<&str, String> {
-    match call.arguments.get("code") {
-        Some(Value::String(code)) => Ok(code),
+fn episode_status(status: VerdictStatus) -> EpisodeStatus {
+    match status {
+        VerdictStatus::Passed => EpisodeStatus::Passed,
+        VerdictStatus::Failed => EpisodeStatus::Failed,
+        VerdictStatus::Invalid => EpisodeStatus::Invalid,
+        VerdictStatus::InfraError => EpisodeStatus::InfraError,
+    }
+}
+
+/// Returns a call's one argument, or what to tell the model.
+fn argument<'a>(call: &'a ToolCall, name: &str) -> Result<&'a str, String> {
+    match call.arguments.get(name) {
+        Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!(
-            "error: argument `code` of `{}` must be a string",
+            "error: argument `{name}` of `{}` must be a string",
             call.name
         )),
-        None => Err(format!("error: `{}` needs the argument `code`", call.name)),
+        None => Err(format!(
+            "error: `{}` needs the argument `{name}`",
+            call.name
+        )),
     }
 }
 
@@ -298,6 +305,7 @@ impl Environment for ToolEnvironment {
     fn reset(&mut self) -> Vec<Message> {
         self.turns = 0;
         self.answer = None;
+        self.is_well_formed = true;
         self.stats = EpisodeStats::default();
         let mut messages = Vec::with_capacity(2);
         if let Some(prompt) = &self.config.system_prompt {
@@ -317,30 +325,35 @@ impl Environment for ToolEnvironment {
             self.answer_text(&turn.content)?
         } else {
             let mut observation = Vec::with_capacity(turn.tool_calls.len());
+            let submit = Submit::of(self.task.submission_kind());
             for call in &turn.tool_calls {
                 self.stats.tool_calls += 1;
                 let checked = match call {
-                    Ok(call) if call.name == RUN_PYTHON || call.name == SUBMIT_SOLUTION => {
-                        code_argument(call).map(|code| (call, code))
+                    Ok(call) if call.name == RUN_PYTHON => {
+                        argument(call, "code").map(|code| (call, code))
+                    }
+                    Ok(call) if call.name == submit.tool => {
+                        argument(call, submit.argument).map(|text| (call, text))
                     }
                     Ok(call) => Err(format!(
-                        "error: there is no tool `{}`; use `{RUN_PYTHON}` or `{SUBMIT_SOLUTION}`",
-                        call.name
+                        "error: there is no tool `{}`; use `{RUN_PYTHON}` or `{}`",
+                        call.name, submit.tool
                     )),
                     Err(error) => Err(format!("error: {error}")),
                 };
                 match checked {
-                    Ok((call, code)) if call.name == SUBMIT_SOLUTION => {
-                        return Ok(self.submit(code));
+                    Ok((call, text)) if call.name == submit.tool => {
+                        return Ok(self.submit(text));
                     }
                     Ok((call, code)) => {
-                        let outcome = self.run(code)?;
+                        let outcome = self.run(code, "")?;
                         self.stats.tool_failures += u32::from(!outcome.exit.is_success());
                         let output = describe(&outcome, self.config.max_output_chars);
                         observation.push(Message::tool_result(call, output));
                     }
                     Err(reason) => {
                         self.stats.tool_failures += 1;
+                        self.is_well_formed = false;
                         observation.push(Message::tool(reason));
                     }
                 }
@@ -355,13 +368,14 @@ impl Environment for ToolEnvironment {
 
     fn close(&mut self, cut_off: Option<&ParsedTurn>) -> StepResult {
         // A program given to `run_python` is a draft: the model must say which code it stands by.
+        let is_text = self.task.submission_kind() == SubmissionKind::Text;
         let answer = cut_off
-            .filter(|turn| turn.tool_calls.is_empty())
+            .filter(|turn| turn.tool_calls.is_empty() && !is_text)
             .and_then(|turn| last_code_block(&turn.content))
             .or_else(|| self.answer.take());
         match answer {
             Some(code) => self.submit(&code),
-            None => Self::without_submission(),
+            None => self.without_submission(),
         }
     }
 

@@ -2,16 +2,47 @@
 //!
 //! A [`Grader`] turns a [`GradeRequest`] into a [`Verdict`] and never fails: a fault of ours is a
 //! verdict without a reward, [`VerdictStatus::InfraError`], which learning leaves out. Everything
-//! a submission can bring about has a reward, and it is 0 unless every test passed.
+//! a submission can bring about has a reward.
+//!
+//! A task names its grader, and the [`GraderRegistry`] finds it:
+//!
+//! | name | judges by |
+//! |---|---|
+//! | `unit_tests` | a list of tests: MBPP |
+//! | `check` | `check(candidate)`: `HumanEval`, `HumanEval`+ |
+//! | `script` | a program that raises: MBPP+ |
+//! | `pytest`, `unittest`, `doctest` | a test file, or examples |
+//! | `calls` | calls with expected results: APPS, `LiveCodeBench` |
+//! | `stdio` | what is printed for an input: APPS, `LiveCodeBench` |
+//! | `numeric`, `exact_match` | a number or a text: GSM8K |
+//! | `python` | a user's `def grade(candidate, task)` |
+//!
+//! What a verdict earns is said by [`RewardTerms`].
 
+mod answer;
 mod codec;
+mod compare;
+mod program;
+mod registry;
+mod reward;
+mod stdio;
 mod unit_test;
 mod verdict;
 
+pub use answer::{ExactMatchGrader, NumericGrader};
 #[cfg(any(fuzzing, test))]
 pub use codec::fuzz_value;
+pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
+pub use registry::GraderRegistry;
+pub use reward::{RewardTerms, Score, SubmissionFacts};
+pub use stdio::StdioGrader;
 pub use unit_test::{GradeLimits, UnitTestGrader};
-pub use verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, VerdictStatus};
+pub use verdict::{
+    DEFAULT_GRADER, GradeRequest, GradeUsage, TestCase, TestResult, TestStatus, Verdict,
+    VerdictStatus,
+};
+
+pub(crate) use crate::sandbox::with_causes;
 
 /// Judges submissions.
 pub trait Grader: std::fmt::Debug + Send + Sync {

@@ -39,7 +39,7 @@ const MAX_TEST_REPLY: usize = 2 << 10;
 const NO_PROPER_REPLY: &str = "the submission gave no proper reply";
 
 /// How `graders/unit_tests.py` reports a submission that no longer answers.
-const SUBMISSION_ENDED: [&str; 2] = [
+pub(super) const SUBMISSION_ENDED: [&str; 2] = [
     "the submission's instance has ended",
     "the submission ran out of time or memory",
 ];
@@ -48,10 +48,10 @@ const SUBMISSION_ENDED: [&str; 2] = [
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradeLimits {
-    /// For the submission, from its loading to the last test; default 10 billion fuel, 60 s,
-    /// 256 MiB.
+    /// For the submission, from its loading to the last test; default 50 billion fuel, 120 s,
+    /// 256 MiB. That is enough for the slowest reference solution of MBPP, which takes 35 billion.
     pub candidate: Limits,
-    /// For the tests; default 40 billion fuel, 120 s, 512 MiB. Its deadline includes the
+    /// For the tests; default 200 billion fuel, 240 s, 512 MiB. Its deadline includes the
     /// submission's time.
     pub grader: Limits,
 }
@@ -66,13 +66,14 @@ impl Default for GradeLimits {
         };
         Self {
             candidate: Limits {
-                fuel: 10_000_000_000,
+                fuel: 50_000_000_000,
+                deadline: Duration::from_secs(120),
                 ..silent.clone()
             },
             grader: Limits {
                 memory: ByteSize::mib(512),
-                fuel: 40_000_000_000,
-                deadline: Duration::from_secs(120),
+                fuel: 200_000_000_000,
+                deadline: Duration::from_secs(240),
                 ..silent
             },
         }
@@ -173,7 +174,7 @@ impl UnitTestGrader {
             Some(GraderReply::Results(results)) => Judgement::Results(results),
             Some(GraderReply::Invalid(message)) => Judgement::Invalid(message),
             // It was found before the submission was asked anything.
-            Some(GraderReply::Broken(reason)) => return Err(GraderError::BrokenTask { reason }),
+            Some(GraderReply::Broken(reason)) => return Err(GraderError::broken(reason)),
             None => Judgement::AllFailed("the grader gave no verdict".to_owned()),
         };
         if let Some(exit) = &outcome.callee_ended {
@@ -191,10 +192,7 @@ impl Grader for UnitTestGrader {
             Ok(Judgement::Results(tests)) => Verdict::judged(tests, usage),
             Ok(Judgement::AllFailed(message)) => Verdict::all_failed(count, &message, usage),
             Ok(Judgement::Invalid(message)) => Verdict::invalid(count, &message, usage),
-            Err(error) => {
-                tracing::error!(error = &error as &dyn std::error::Error, "grading failed");
-                Verdict::infra_error(count, &with_causes(&error), usage)
-            }
+            Err(error) => error.verdict(count, usage),
         };
         tracing::debug!(status = ?verdict.status, usage = ?verdict.usage, "submission graded");
         verdict
@@ -203,9 +201,20 @@ impl Grader for UnitTestGrader {
 
 /// Why a grading is not the submission's fault.
 #[derive(Debug, thiserror::Error)]
-enum GraderError {
+pub(super) enum GraderError {
     #[error("the task has no tests")]
     NoTests,
+    #[error("the task's options for grader `{grader}` cannot be used")]
+    Options {
+        grader: &'static str,
+        #[source]
+        source: serde_json::Error,
+    },
+    #[error(
+        "the tests import `{name}`, which the Python runtime does not have; add it, for example as \
+         a wheel with `--wheel` or `sandbox.wheels`, or use a runtime that has it"
+    )]
+    MissingModule { name: String },
     #[error("entry point `{name}` is not a Python identifier")]
     EntryPoint { name: String },
     #[error("the task's tests take {size} bytes, more than {MAX_MESSAGE}")]
@@ -221,37 +230,63 @@ enum GraderError {
     Sandbox(#[from] SandboxError),
 }
 
+impl GraderError {
+    /// Says what is broken; of a module that is missing, by its name.
+    fn broken(reason: String) -> Self {
+        let missing = reason
+            .strip_prefix("ModuleNotFoundError: No module named '")
+            .and_then(|rest| rest.strip_suffix('\''));
+        match missing {
+            Some(name) => Self::MissingModule {
+                name: name.to_owned(),
+            },
+            None => Self::BrokenTask { reason },
+        }
+    }
+
+    /// Returns the verdict that there is none, and logs what is trouble of ours. What is wrong
+    /// with a task is so for each of its submissions, and each verdict says it.
+    pub(super) fn verdict(&self, count: usize, usage: GradeUsage) -> Verdict {
+        let message = with_causes(self);
+        match self {
+            Self::Sandbox(_) | Self::Deadline { .. } => tracing::error!(message, "grading failed"),
+            _ => tracing::debug!(message, "the task cannot be graded"),
+        }
+        Verdict::infra_error(count, &message, usage)
+    }
+}
+
 fn check(request: &GradeRequest) -> Result<(), GraderError> {
     if request.tests.is_empty() {
         return Err(GraderError::NoTests);
     }
+    check_entry_points(&request.entry_points)
+}
+
+pub(super) fn check_entry_points(names: &[String]) -> Result<(), GraderError> {
     let is_identifier = |name: &str| {
         name.starts_with(|first: char| first == '_' || first.is_alphabetic())
             && name
                 .chars()
                 .all(|letter| letter == '_' || letter.is_alphanumeric())
     };
-    match request
-        .entry_points
-        .iter()
-        .find(|name| !is_identifier(name))
-    {
+    match names.iter().find(|name| !is_identifier(name)) {
         Some(name) => Err(GraderError::EntryPoint { name: name.clone() }),
         None => Ok(()),
     }
 }
 
-fn load_message(code: &str) -> Vec<u8> {
+pub(super) fn load_message(code: &str) -> Vec<u8> {
     Value::Tuple(vec![Value::text("load"), Value::text(code)]).encode()
 }
 
 /// The reply to a submission that loads: no exception, no value, no changed argument.
-fn loaded_reply() -> Vec<u8> {
+pub(super) fn loaded_reply() -> Vec<u8> {
     Value::Tuple(vec![Value::Int(0), Value::None, Value::None]).encode()
 }
 
 /// Says why a submission does not load, from its instance's reply.
-fn why_not_loaded(served: &Served) -> String {
+pub(super) fn why_not_loaded(served: &Served) -> String {
     let reply = match served {
         Served::Reply(reply) => reply,
         Served::Ended(exit) => return format!("while loading, the submission {exit}"),
@@ -329,11 +364,7 @@ fn read_result((index, entry): (usize, Value)) -> Option<TestResult> {
         "failed" => TestStatus::Failed,
         _ => return None,
     };
-    Some(TestResult {
-        name: test_name(index),
-        status,
-        message: message.clone(),
-    })
+    Some(TestResult::new(test_name(index), status, message))
 }
 
 /// Says how the submission's instance ended, where the guest only knows that it did.

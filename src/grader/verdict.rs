@@ -1,31 +1,91 @@
 //! What is graded, and the verdict.
 
+use indexmap::IndexMap;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::sandbox::Usage;
 
-/// A submission and the tests it has to pass.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// The grader of tasks that name none.
+pub const DEFAULT_GRADER: &str = "unit_tests";
+
+/// A submission and what it is judged by. Which of the fields a grader reads, its own page says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GradeRequest {
-    /// The submission: Python source, untrusted.
+    /// The grader's name in the [`GraderRegistry`](super::GraderRegistry).
+    #[serde(default = "default_grader")]
+    pub grader: String,
+    /// The submission, untrusted: Python source, or the text of an answer.
     pub code: String,
     /// Statements run before the tests, in the grader: their imports and helpers.
     #[serde(default)]
     pub setup: Vec<String>,
     /// Test programs, run in order in one namespace; one that raises fails.
+    #[serde(default)]
     pub tests: Vec<String>,
     /// Names that the tests take from the submission. Everything else in a test is the grader's
     /// own, whatever the submission defines.
+    #[serde(default)]
     pub entry_points: Vec<String>,
+    /// Inputs with the output that each has to give.
+    #[serde(default)]
+    pub cases: Vec<TestCase>,
+    /// Settings of the grader's own.
+    #[serde(default)]
+    pub options: Map<String, Value>,
+}
+
+impl Default for GradeRequest {
+    fn default() -> Self {
+        Self {
+            grader: default_grader(),
+            code: String::new(),
+            setup: Vec::new(),
+            tests: Vec::new(),
+            entry_points: Vec::new(),
+            cases: Vec::new(),
+            options: Map::new(),
+        }
+    }
+}
+
+impl GradeRequest {
+    /// Reads the grader's own settings.
+    ///
+    /// # Errors
+    ///
+    /// Fails where one is unknown or of another type.
+    pub(super) fn read_options<T: DeserializeOwned>(&self) -> Result<T, serde_json::Error> {
+        T::deserialize(Value::Object(self.options.clone()))
+    }
+}
+
+fn default_grader() -> String {
+    DEFAULT_GRADER.to_owned()
+}
+
+/// An input, and the output that it has to give.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TestCase {
+    /// What the program reads from standard input; for calls, a JSON list of the arguments.
+    #[serde(default)]
+    pub input: String,
+    /// What it has to print; for calls, the result as JSON; for answers, the answer.
+    pub output: String,
 }
 
 /// The outcome of a grading.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// 1 if every test passed, else 0; `None` if we failed to grade, so that nothing is learned
-    /// from it.
+    /// 1 if every test passed, else 0, or a score of the grader's own; `None` if we failed to
+    /// grade, so that nothing is learned from it.
     pub reward: Option<f64>,
+    /// Further rewards by name, where there are any, each before weighting.
+    #[serde(default, skip_serializing_if = "IndexMap::is_empty")]
+    pub rewards: IndexMap<String, f64>,
     /// What the reward rests on.
     pub status: VerdictStatus,
     /// One result per test, in order.
@@ -38,25 +98,67 @@ pub struct Verdict {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VerdictStatus {
-    /// Every test passed: reward 1.
+    /// Every test passed.
     Passed,
-    /// At least one test failed: reward 0.
+    /// At least one test failed: the policy's fault.
     Failed,
-    /// The submission does not load or lacks an entry point, so no test ran: reward 0.
+    /// There is nothing to test: no submission, or one that does not load or lacks an entry point.
+    /// No test ran, and the reward is 0.
     Invalid,
-    /// Our fault: no reward.
+    /// Our fault, or the task's: no reward, which is not a reward of 0.
     InfraError,
+}
+
+impl VerdictStatus {
+    /// Returns the status as it is written in JSON.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Passed => "passed",
+            Self::Failed => "failed",
+            Self::Invalid => "invalid",
+            Self::InfraError => "infra_error",
+        }
+    }
 }
 
 /// The result of one test.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TestResult {
-    /// `test_1` for the first one.
+    /// `test_1` for the first one, or the name that the test has.
     pub name: String,
     /// How it went.
     pub status: TestStatus,
     /// Why it did not pass, else empty. May quote the submission.
     pub message: String,
+    /// The value that the test expects, where it compares two.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<String>,
+    /// The value that it got instead. May quote the submission.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub got: Option<String>,
+    /// The line of the submission that raised, if it raised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub line: Option<u32>,
+    /// The limit that the submission met in this test.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<String>,
+}
+
+impl TestResult {
+    /// Makes a result that says no more than `message`.
+    #[must_use]
+    pub fn new(name: impl Into<String>, status: TestStatus, message: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            status,
+            message: message.into(),
+            expected: None,
+            got: None,
+            line: None,
+            limit: None,
+        }
+    }
 }
 
 /// How one test went.
@@ -78,14 +180,28 @@ pub struct GradeUsage {
     pub candidate: Usage,
     /// The tests' instance.
     pub grader: Usage,
+    /// How often the submission was started, where that was more than once, each time with all of
+    /// its limits.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub runs: u32,
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde hands over a reference"
+)]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 impl Verdict {
-    /// Judges by the tests' results.
-    pub(super) fn judged(tests: Vec<TestResult>, usage: GradeUsage) -> Self {
+    /// Judges by the tests' results: all or nothing.
+    #[must_use]
+    pub fn judged(tests: Vec<TestResult>, usage: GradeUsage) -> Self {
         let passed = tests.iter().all(|test| test.status == TestStatus::Passed);
         Self {
             reward: Some(if passed { 1.0 } else { 0.0 }),
+            rewards: IndexMap::new(),
             status: if passed {
                 VerdictStatus::Passed
             } else {
@@ -96,11 +212,40 @@ impl Verdict {
         }
     }
 
+    /// Gives a score of the grader's own, and further rewards by name.
+    ///
+    /// A number that is not finite is no score: it is reported as a fault of ours.
+    #[must_use]
+    pub fn scored(
+        reward: f64,
+        rewards: IndexMap<String, f64>,
+        passed: bool,
+        message: &str,
+        usage: GradeUsage,
+    ) -> Self {
+        if !reward.is_finite() || rewards.values().any(|value| !value.is_finite()) {
+            return Self::infra_error(1, "the grader gave a reward that is not finite", usage);
+        }
+        let (status, test) = if passed {
+            (VerdictStatus::Passed, TestStatus::Passed)
+        } else {
+            (VerdictStatus::Failed, TestStatus::Failed)
+        };
+        Self {
+            reward: Some(reward),
+            rewards,
+            status,
+            tests: vec![TestResult::new("grade", test, message)],
+            usage,
+        }
+    }
+
     /// Fails every one of `count` tests for the same reason.
     pub(super) fn all_failed(count: usize, message: &str, usage: GradeUsage) -> Self {
         let status = VerdictStatus::Failed;
         Self {
             reward: Some(0.0),
+            rewards: IndexMap::new(),
             status,
             tests: same(count, TestStatus::Failed, message),
             usage,
@@ -108,23 +253,27 @@ impl Verdict {
     }
 
     /// Judges a submission that no test could be run on.
-    pub(super) fn invalid(count: usize, message: &str, usage: GradeUsage) -> Self {
+    #[must_use]
+    pub fn invalid(count: usize, message: &str, usage: GradeUsage) -> Self {
         let status = VerdictStatus::Invalid;
         Self {
             reward: Some(0.0),
+            rewards: IndexMap::new(),
             status,
             tests: same(count, TestStatus::NotRun, message),
             usage,
         }
     }
 
-    /// Reports a fault of ours.
-    pub(super) fn infra_error(count: usize, message: &str, usage: GradeUsage) -> Self {
+    /// Reports a fault of ours or of the task's, which has no reward.
+    #[must_use]
+    pub fn infra_error(count: usize, message: &str, usage: GradeUsage) -> Self {
         let status = VerdictStatus::InfraError;
         // A request without tests still has to say why.
         let tests = same(count.max(1), TestStatus::NotRun, message);
         Self {
             reward: None,
+            rewards: IndexMap::new(),
             status,
             tests,
             usage,
@@ -138,11 +287,7 @@ pub(super) fn test_name(index: usize) -> String {
 }
 
 fn same(count: usize, status: TestStatus, message: &str) -> Vec<TestResult> {
-    let result = |index| TestResult {
-        name: test_name(index),
-        status,
-        message: message.to_owned(),
-    };
+    let result = |index| TestResult::new(test_name(index), status, message);
     (0..count).map(result).collect()
 }
 

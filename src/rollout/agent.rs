@@ -162,11 +162,7 @@ impl Episode {
             return Some(result.observation);
         }
         self.trajectory.reward = result.reward;
-        let parts = result
-            .rewards
-            .into_iter()
-            .map(|(name, part)| (name.to_owned(), part));
-        self.trajectory.rewards = parts.collect();
+        self.trajectory.rewards = result.rewards;
         let (passed, status) = match result.status {
             Some(EpisodeStatus::Passed) => (Some(true), Status::Finished),
             Some(EpisodeStatus::Failed | EpisodeStatus::Invalid) => (Some(false), Status::Finished),

@@ -10,6 +10,7 @@ use crate::chat::Message;
 use crate::config::RunConfig;
 use crate::env::ToolEnvironment;
 use crate::eval::EvalReport;
+use crate::grader::SubmissionKind;
 use crate::rollout::trace_demonstration;
 use crate::trainer::{AdamW, AdamWConfig, LrSchedule, ScheduleKind, SftConfig, SftTrainer};
 
@@ -50,7 +51,7 @@ pub fn sft(
     observer: &mut Observer<'_>,
 ) -> Result<(Option<EvalReport>, usize), RunError> {
     let tools = if workbench.uses_tools() {
-        ToolEnvironment::tool_specs()
+        ToolEnvironment::tool_specs(SubmissionKind::Code)
     } else {
         Vec::new()
     };

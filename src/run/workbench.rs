@@ -6,14 +6,14 @@ use std::sync::Arc;
 use super::RunError;
 use super::policy::Policy;
 use crate::chat::RenderOptions;
-use crate::config::RunConfig;
+use crate::config::{RunConfig, TaskConfig};
 use crate::engine::SamplingParams;
-use crate::env::{Environment, RewardWeights, ToolEnvironment, ToolEnvironmentConfig};
-use crate::grader::Grader;
+use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
+use crate::grader::{Grader, SubmissionKind};
 use crate::hub::Hub;
 use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest, derive_seed};
 use crate::sandbox::{Limits, Sandbox};
-use crate::task::{Split, Task, TaskSet, TaskSource};
+use crate::task::{GraderChoice, Split, Task, TaskError, TaskOptions, TaskSet, TaskSource};
 
 /// Tells a model without tools in its chat template how to answer.
 const CODE_BLOCK_PROMPT: &str = "You are a Python programmer. Answer with one Python code block, \
@@ -26,6 +26,8 @@ pub struct Workbench {
     sandbox: Arc<dyn Sandbox>,
     grader: Arc<dyn Grader>,
     environment: Arc<ToolEnvironmentConfig>,
+    /// For tasks that ask for a text.
+    text_environment: Arc<ToolEnvironmentConfig>,
     render: RenderOptions,
     use_tools: bool,
     max_new_tokens: usize,
@@ -53,16 +55,18 @@ impl Workbench {
             max_turns: config.rollout.max_turns,
             max_output_chars: usize::try_from(config.rollout.tool_output.0).unwrap_or(usize::MAX),
             limits: tool_limits(config),
-            reward: RewardWeights {
-                passed: config.reward.passed,
-                test_fraction: config.reward.test_fraction,
-                loads: config.reward.loads,
-            },
+            reward: config.reward.clone(),
+            grade_fuel: config.sandbox.grade_fuel,
+        };
+        let text_environment = ToolEnvironmentConfig {
+            system_prompt: config.rollout.system_prompt.clone(),
+            ..environment.clone()
         };
         Self {
             sandbox,
             grader,
             environment: Arc::new(environment),
+            text_environment: Arc::new(text_environment),
             render: RenderOptions {
                 enable_thinking: Some(config.rollout.enable_thinking),
                 ..RenderOptions::default()
@@ -111,6 +115,10 @@ impl Workbench {
     #[must_use]
     pub fn group(&self, task: &Task, samples: usize, seed: CollectionSeed<'_>) -> GroupRequest {
         let task = Arc::new(task.clone());
+        let config = match task.submission_kind() {
+            SubmissionKind::Code => &self.environment,
+            SubmissionKind::Text => &self.text_environment,
+        };
         let base = derive_seed(seed.run, "tools", seed.step, &task.id);
         let environments = (0..samples as u64)
             .map(|sample| {
@@ -119,7 +127,7 @@ impl Workbench {
                     Arc::clone(&task),
                     Arc::clone(&self.sandbox),
                     Arc::clone(&self.grader),
-                    Arc::clone(&self.environment),
+                    Arc::clone(config),
                     seed,
                 );
                 Box::new(environment) as Box<dyn Environment>
@@ -157,7 +165,7 @@ pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     };
     let mut tasks = match divided(config)? {
         Some((training, _)) => training,
-        None => open(&task.path, "task.path", split, task.visible_tests)?,
+        None => open(&task.path, "task.path", split, task)?,
     };
     if let Some(limit) = task.limit {
         tasks.truncate(limit);
@@ -188,7 +196,7 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     };
     let mut tasks = match divided(config)? {
         Some((_, held_out)) => held_out,
-        None => open(path, key, split, task.visible_tests)?,
+        None => open(path, key, split, task)?,
     };
     if let Some(limit) = config.eval.limit {
         tasks.truncate(limit);
@@ -206,7 +214,7 @@ fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
     if names_splits || !path.is_file() {
         return Ok(None);
     }
-    let all = TaskSet::open(path, None, task.visible_tests)?;
+    let all = TaskSet::open_with(path, &task_options(task, None)?)?;
     let splits = all.tasks().iter().map(|task| Split::of_mbpp(&task.id));
     let has = |split| splits.clone().any(|found| found == Some(split));
     if has(Split::Train) && has(Split::Test) {
@@ -238,7 +246,7 @@ fn open(
     path: &str,
     key: &'static str,
     split: Option<Split>,
-    visible_tests: usize,
+    config: &TaskConfig,
 ) -> Result<TaskSet, RunError> {
     if path.is_empty() {
         return Err(RunError::NoTasks { key });
@@ -248,5 +256,19 @@ fn open(
         let repository = format!("{repo}@{revision}").parse()?;
         Hub::from_env().dataset_folder(&repository)
     })?;
-    Ok(TaskSet::open(&local, split, visible_tests)?)
+    Ok(TaskSet::open_with(&local, &task_options(config, split)?)?)
+}
+
+/// Returns how the run reads its tasks.
+fn task_options(config: &TaskConfig, split: Option<Split>) -> Result<TaskOptions, TaskError> {
+    Ok(TaskOptions {
+        split,
+        visible_tests: config.visible_tests,
+        challenge_tests: config.challenge_tests,
+        grader: config
+            .grader
+            .as_deref()
+            .map(GraderChoice::read)
+            .transpose()?,
+    })
 }

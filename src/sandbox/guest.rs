@@ -14,7 +14,7 @@ use super::wheel::Wheel;
 const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
 
 /// Python modules that the interpreter is started with, by file stem.
-const PYTHON_MODULES: [(&str, &str); 8] = [
+const PYTHON_MODULES: [(&str, &str); 12] = [
     (
         "_wardian",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian.py"),
@@ -43,7 +43,14 @@ const PYTHON_MODULES: [(&str, &str); 8] = [
         "_wardian_wheels",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian_wheels.py"),
     ),
+    ("judge", include_str!("../../graders/judge.py")),
+    (
+        "numpy_stand_in",
+        include_str!("../../graders/numpy_stand_in.py"),
+    ),
+    ("test_cases", include_str!("../../graders/test_cases.py")),
     ("unit_tests", include_str!("../../graders/unit_tests.py")),
+    ("user_grader", include_str!("../../graders/user_grader.py")),
 ];
 
 /// The most bytes of an uncompressed guest module.

@@ -136,6 +136,36 @@ pub enum TaskError {
         /// The JSON type that is there.
         found: &'static str,
     },
+    /// A field does not have the form that it must have.
+    #[error("`{path}` row {row} has {} that is not {expected}", with_article(key))]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// The row, counted from 1.
+        row: u64,
+        /// The field.
+        key: &'static str,
+        /// What it must be.
+        expected: &'static str,
+        /// What is wrong with it.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A field holds something that no grader can use.
+    #[error(
+        "`{path}` row {row} has {} that cannot be used; {remedy}",
+        with_article(key)
+    )]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// The row, counted from 1.
+        row: u64,
+        /// The field.
+        key: &'static str,
+        /// What the reader can do.
+        remedy: &'static str,
+    },
     /// A field is there but says nothing.
     #[error("`{path}` row {row} has an empty `{key}`; fill it in or drop the row")]
     EmptyField {
@@ -171,4 +201,13 @@ pub enum TaskError {
         /// The id.
         id: String,
     },
+}
+
+fn with_article(key: &str) -> String {
+    let article = if key.starts_with(['a', 'e', 'i', 'o', 'u']) {
+        "an"
+    } else {
+        "a"
+    };
+    format!("{article} `{key}`")
 }

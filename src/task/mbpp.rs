@@ -1,58 +1,44 @@
 //! The MBPP schemas: from a row to a [`Task`].
 //!
-//! | file | prompt | before the tests | after the submission |
-//! |---|---|---|---|
-//! | sanitized (JSON, parquet; also this project's own sets) | `prompt` | `test_imports` | – |
-//! | full (JSON Lines, parquet) | `text` | – | `test_setup_code` |
+//! | file | prompt | before the tests | after the submission | tests |
+//! |---|---|---|---|---|
+//! | sanitized (JSON, parquet; also this project's own sets) | `prompt` | `test_imports` | – | `test_list` |
+//! | full (JSON Lines, parquet) | `text` | – | `test_setup_code` | `test_list` |
+//! | MBPP+ (the Hugging Face layout) | `prompt` | `test_imports` | – | `test_list`, then `test` as one |
 //!
-//! Both have `task_id`, `code` and `test_list`. `challenge_test_list` of the full file is not used:
-//! published numbers are on `test_list`.
+//! All have `task_id` and `code`. `challenge_test_list` of the full file is used only where it is
+//! asked for: published numbers are on `test_list`.
 //!
 //! **Entry points** are the names that `code` binds at top level, that the tests use and that no
 //! import binds; a row may name them itself in `entry_points`. Imports that only `code` makes but
 //! the tests use are added to the grader's setup, so that the grader never takes a module from a
-//! submission.
+//! submission. So are the imports of MBPP+'s `test`, so that a module which the runtime lacks is
+//! not held against a submission.
 //!
-//! **`test_setup_code`** runs after the submission and builds its arguments with the submission's
-//! own classes (`root = Node(1)`, tasks 367 and 927). Only plain values cross from the policy's
-//! instance to the grader's, so such a row can not be graded and is skipped with that reason. Setup
-//! code that uses none of the names `code` binds has no such need and goes to the grader's setup.
+//! **`test_setup_code`** runs after the submission. Where it builds values with the submission's
+//! own classes (`root = Node(1)`, tasks 367 and 927), it is made part of each test, else of the
+//! grader's setup.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 
-use serde_json::{Map, Value};
-
+use super::fields::Fields;
 use super::python::{Binding, bindings, used_names};
-use super::rows::json_type;
-use super::{Task, TaskError};
+use super::{Task, TaskError, TaskOptions};
 
-/// What a row turned out to be.
-#[derive(Debug)]
-pub(super) enum Outcome {
-    /// A task.
-    Task(Task),
-    /// A valid row that can not be graded, and why.
-    Skipped { id: String, reason: String },
-}
-
-/// Reads one row of either schema.
+/// Reads one row of any of the schemas.
 ///
 /// # Errors
 ///
 /// Fails when a field is missing, empty or of another type, or when the tests use no name that the
 /// reference solution binds; the error names the row and the key.
-pub(super) fn parse(
-    path: &Path,
-    row: u64,
-    fields: &Map<String, Value>,
-    visible_tests: usize,
-) -> Result<Outcome, TaskError> {
-    let fields = Fields { path, row, fields };
-    let id = fields.id()?;
-    let (_, prompt) = fields.text(["prompt", "text"])?;
+pub(super) fn parse(fields: Fields<'_>, options: &TaskOptions) -> Result<Task, TaskError> {
+    let id = fields.id("task_id")?;
+    let prompt = fields.text(
+        &["prompt", "text"],
+        "use the sanitized (`prompt`) or the full (`text`) MBPP schema",
+    )?;
     let code = fields.optional_text("code")?;
-    let tests = fields.list("test_list")?.ok_or_else(|| {
+    let mut tests = fields.list("test_list")?.ok_or_else(|| {
         fields.missing(
             "test_list",
             "add it: a list of `assert` statements, one test each",
@@ -61,55 +47,106 @@ pub(super) fn parse(
     if tests.is_empty() {
         return Err(fields.empty("test_list"));
     }
-
-    let mut setup: Vec<String> = Vec::new();
-    let mut add = |statement: &str| {
-        let statement = statement.trim_end();
-        if !statement.is_empty() && setup.iter().all(|known| known != statement) {
-            setup.push(statement.to_owned());
-        }
-    };
+    let visible_tests = options.visible_tests.min(tests.len());
+    if options.challenge_tests {
+        tests.extend(fields.list("challenge_test_list")?.unwrap_or_default());
+    }
+    let mut setup = Setup::default();
     for statement in fields.list("test_imports")?.unwrap_or_default() {
-        add(&statement);
+        setup.add(&statement);
+    }
+    if let Some(program) = fields.optional_text("test")? {
+        setup.add_imports(&program, |_| true);
+        tests.push(program);
     }
     let bound = code.as_deref().map(bindings).unwrap_or_default();
-    let used: BTreeSet<&str> = tests.iter().flat_map(|test| used_names(test)).collect();
-    for binding in &bound {
-        if let Some(statement) = binding
-            .import
-            .as_deref()
-            .filter(|_| used.contains(&*binding.name))
-        {
-            add(statement);
-        }
-    }
     let setup_code = fields.optional_text("test_setup_code")?.unwrap_or_default();
-    if let Some(name) = first_bound(&bound, &setup_code) {
-        let reason = format!("`test_setup_code` builds values with the submission's own `{name}`");
-        return Ok(Outcome::Skipped { id, reason });
+    let uses_submission = used_names(&setup_code)
+        .into_iter()
+        .any(|name| bound.iter().any(|binding| binding.name == name));
+    if uses_submission {
+        let setup_code = setup_code.replace("\r\n", "\n");
+        for test in &mut tests {
+            *test = format!("{}\n{test}", setup_code.trim_end());
+        }
     }
-    add(&setup_code);
+    let entry_points = entry_points(fields, &id, code.as_deref(), &tests, &mut setup)?;
+    if !uses_submission {
+        setup.add(&setup_code);
+    }
+    Ok(Task {
+        id,
+        prompt,
+        entry_points,
+        setup: setup.statements,
+        tests,
+        reference: code,
+        visible_tests,
+        ..Task::default()
+    })
+}
 
-    let entry_points = match fields.list("entry_points")? {
+/// The statements that the grader runs before the tests, each once.
+#[derive(Debug, Default)]
+pub(super) struct Setup {
+    pub(super) statements: Vec<String>,
+}
+
+impl Setup {
+    pub(super) fn add(&mut self, statement: &str) {
+        let statement = statement.trim_end();
+        if !statement.is_empty() && self.statements.iter().all(|known| known != statement) {
+            self.statements.push(statement.to_owned());
+        }
+    }
+
+    /// Adds the imports of a program that bind a name which `is_wanted`.
+    fn add_imports(&mut self, program: &str, is_wanted: impl Fn(&str) -> bool) {
+        for binding in bindings(program) {
+            if let Some(statement) = &binding.import
+                && is_wanted(&binding.name)
+            {
+                self.add(statement);
+            }
+        }
+    }
+}
+
+/// Returns the names that the row gives, or those of the reference solution that the tests use;
+/// what the reference imports for them goes to the setup.
+pub(super) fn entry_points(
+    fields: Fields<'_>,
+    id: &str,
+    code: Option<&str>,
+    tests: &[String],
+    setup: &mut Setup,
+) -> Result<Vec<String>, TaskError> {
+    let used: BTreeSet<&str> = tests.iter().flat_map(|test| used_names(test)).collect();
+    if let Some(code) = code {
+        setup.add_imports(code, |name| used.contains(name));
+    }
+    match fields.list("entry_points")? {
         Some(names) if names.is_empty() => return Err(fields.empty("entry_points")),
-        Some(names) => names,
-        None if code.is_none() => {
-            return Err(fields.missing(
-                "code",
-                "add the reference solution, or the names it must define in `entry_points`",
-            ));
-        }
-        None => {
-            let imported: Vec<Binding> = setup.iter().flat_map(|text| bindings(text)).collect();
-            entry_points(&bound, &used, &imported)
-        }
+        Some(names) => return Ok(names),
+        None => {}
+    }
+    let Some(code) = code else {
+        return Err(fields.missing(
+            "code",
+            "add the reference solution, or the names it must define in `entry_points`",
+        ));
     };
-    if entry_points.is_empty() {
+    let bound = bindings(code);
+    let imported: Vec<Binding> = (setup.statements.iter())
+        .flat_map(|text| bindings(text))
+        .collect();
+    let found = wanted(&bound, &used, &imported);
+    if found.is_empty() {
         let names: Vec<&str> = bound.iter().map(|binding| binding.name.as_str()).collect();
         return Err(TaskError::NoEntryPoint {
-            path: path.to_owned(),
-            row,
-            id,
+            path: fields.path.to_owned(),
+            row: fields.row,
+            id: id.to_owned(),
             defined: if names.is_empty() {
                 "none".to_owned()
             } else {
@@ -117,21 +154,12 @@ pub(super) fn parse(
             },
         });
     }
-    let visible_tests = visible_tests.min(tests.len());
-    Ok(Outcome::Task(Task {
-        id,
-        prompt,
-        entry_points,
-        setup,
-        tests,
-        reference: code,
-        visible_tests,
-    }))
+    Ok(found)
 }
 
 /// Returns the names in `bound` that are used by the tests and not bound by the grader's setup, in
 /// order and once each.
-fn entry_points(bound: &[Binding], used: &BTreeSet<&str>, setup: &[Binding]) -> Vec<String> {
+fn wanted(bound: &[Binding], used: &BTreeSet<&str>, setup: &[Binding]) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for Binding { name, .. } in bound {
         let imported = setup.iter().any(|binding| binding.name == *name);
@@ -142,127 +170,26 @@ fn entry_points(bound: &[Binding], used: &BTreeSet<&str>, setup: &[Binding]) -> 
     names
 }
 
-/// Returns the first name of the reference solution that `source` uses.
-fn first_bound<'a>(bound: &[Binding], source: &'a str) -> Option<&'a str> {
-    used_names(source)
-        .into_iter()
-        .find(|name| bound.iter().any(|binding| binding.name == *name))
-}
-
-/// A row with its place, for errors.
-struct Fields<'a> {
-    path: &'a Path,
-    row: u64,
-    fields: &'a Map<String, Value>,
-}
-
-impl Fields<'_> {
-    fn id(&self) -> Result<String, TaskError> {
-        match self.fields.get("task_id") {
-            Some(Value::String(id)) if id.is_empty() => Err(self.empty("task_id")),
-            Some(Value::String(id)) => Ok(id.clone()),
-            Some(Value::Number(id)) if id.is_i64() || id.is_u64() => Ok(id.to_string()),
-            Some(other) => Err(self.wrong("task_id", "a whole number or a string", other)),
-            None => Err(self.missing("task_id", "give each row its own number or name")),
-        }
-    }
-
-    /// Returns the first of the alternative fields that is there, with its name.
-    fn text(&self, keys: [&'static str; 2]) -> Result<(&'static str, String), TaskError> {
-        for key in keys {
-            if let Some(text) = self.optional_text(key)? {
-                return if text.trim().is_empty() {
-                    Err(self.empty(key))
-                } else {
-                    Ok((key, text))
-                };
-            }
-        }
-        Err(self.missing(
-            "prompt",
-            "use the sanitized (`prompt`) or the full (`text`) MBPP schema",
-        ))
-    }
-
-    fn optional_text(&self, key: &'static str) -> Result<Option<String>, TaskError> {
-        match self.fields.get(key) {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text.clone())),
-            Some(other) => Err(self.wrong(key, "a string", other)),
-        }
-    }
-
-    fn list(&self, key: &'static str) -> Result<Option<Vec<String>>, TaskError> {
-        let items = match self.fields.get(key) {
-            None | Some(Value::Null) => return Ok(None),
-            Some(Value::Array(items)) => items,
-            Some(other) => return Err(self.wrong(key, "a list of strings", other)),
-        };
-        let text = |item: &Value| match item {
-            Value::String(text) => Ok(text.clone()),
-            other => Err(TaskError::WrongType {
-                path: self.path.to_owned(),
-                row: self.row,
-                key,
-                expected: "a list of strings",
-                found: json_type(other),
-            }),
-        };
-        items.iter().map(text).collect::<Result<_, _>>().map(Some)
-    }
-
-    fn missing(&self, key: &'static str, remedy: &'static str) -> TaskError {
-        let names: Vec<String> = self.fields.keys().map(|key| format!("`{key}`")).collect();
-        let fields = if names.is_empty() {
-            "none".to_owned()
-        } else {
-            names.join(", ")
-        };
-        TaskError::MissingField {
-            path: self.path.to_owned(),
-            row: self.row,
-            key,
-            fields,
-            remedy,
-        }
-    }
-
-    fn empty(&self, key: &'static str) -> TaskError {
-        TaskError::EmptyField {
-            path: self.path.to_owned(),
-            row: self.row,
-            key,
-        }
-    }
-
-    fn wrong(&self, key: &'static str, expected: &'static str, found: &Value) -> TaskError {
-        TaskError::WrongType {
-            path: self.path.to_owned(),
-            row: self.row,
-            key,
-            expected,
-            found: json_type(found),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use serde_json::json;
+    use std::path::Path;
 
-    fn row(value: Value) -> Result<Outcome, TaskError> {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn row(value: Value) -> Result<Task, TaskError> {
         let Value::Object(fields) = value else {
             panic!("a row is an object")
         };
-        parse(Path::new("tasks.jsonl"), 7, &fields, 1)
+        let options = TaskOptions {
+            visible_tests: 1,
+            ..TaskOptions::default()
+        };
+        parse(Fields::new(Path::new("tasks.jsonl"), 7, &fields), &options)
     }
 
     fn task(value: Value) -> Task {
-        match row(value).unwrap() {
-            Outcome::Task(task) => task,
-            Outcome::Skipped { reason, .. } => panic!("skipped: {reason}"),
-        }
+        row(value).unwrap()
     }
 
     fn message(value: Value) -> String {
@@ -296,21 +223,59 @@ mod tests {
     }
 
     #[test]
-    fn setup_code_with_the_submissions_classes_is_skipped_and_other_setup_code_is_not() {
+    fn setup_code_with_the_submissions_classes_is_part_of_each_test_and_other_setup_code_is_not() {
         let mut value = json!({
             "task_id": 367, "text": "p", "code": "class Node: pass\ndef f(r): return r",
-            "test_setup_code": "root = Node()", "test_list": ["assert f(root)"],
+            "test_setup_code": "root = Node()\r\nx = 1 ", "test_list": ["assert f(root)", "f(x)"],
         });
-        let Outcome::Skipped { id, reason } = row(value.clone()).unwrap() else {
-            panic!("kept")
-        };
-        assert_eq!(id, "367");
+        let with_nodes = task(value.clone());
+        assert_eq!(with_nodes.entry_points, ["Node", "f"]);
         assert_eq!(
-            reason,
-            "`test_setup_code` builds values with the submission's own `Node`"
+            with_nodes.tests,
+            [
+                "root = Node()\nx = 1\nassert f(root)",
+                "root = Node()\nx = 1\nf(x)"
+            ]
         );
+        assert!(with_nodes.setup.is_empty());
         value["test_setup_code"] = json!("root = [1]\r\n");
-        assert_eq!(task(value).setup, ["root = [1]"]);
+        let without = task(value);
+        assert_eq!(
+            (without.setup, without.entry_points),
+            (vec!["root = [1]".to_owned()], vec!["f".to_owned()])
+        );
+    }
+
+    #[test]
+    fn the_program_of_mbpp_plus_is_a_hidden_test_whose_imports_are_setup() {
+        let task = task(json!({
+            "task_id": 2, "prompt": "p", "code": "def f(x): return x", "test_imports": [],
+            "test_list": ["assert f(1) == 1"],
+            "test": "import numpy as np\nfrom math import inf\nfor x in [1]:\n    import re\n    assert f(x) == x\n",
+        }));
+        assert_eq!(task.setup, ["import numpy as np", "from math import inf"]);
+        assert_eq!((task.tests.len(), task.visible().len()), (2, 1));
+        assert_eq!(task.entry_points, ["f"]);
+    }
+
+    #[test]
+    fn challenge_tests_are_used_where_they_are_asked_for() {
+        let Value::Object(fields) = json!({
+            "task_id": 1, "text": "p", "code": "def f(x): return x", "test_setup_code": "",
+            "test_list": ["assert f(1) == 1"], "challenge_test_list": ["assert f(2) == 2"],
+        }) else {
+            panic!("a row is an object")
+        };
+        let count = |challenge_tests| {
+            let options = TaskOptions {
+                challenge_tests,
+                visible_tests: 9,
+                ..TaskOptions::default()
+            };
+            let task = parse(Fields::new(Path::new("a"), 1, &fields), &options).unwrap();
+            (task.tests.len(), task.visible().len())
+        };
+        assert_eq!((count(false), count(true)), ((1, 1), (2, 1)));
     }
 
     #[test]

@@ -7,28 +7,22 @@ use rand::seq::SliceRandom as _;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng as _;
 
-use super::mbpp::{self, Outcome};
 use super::rows::read_rows;
-use super::{Split, Task, TaskError};
+use super::{Split, Task, TaskError, TaskOptions, schema};
 
-/// A valid row that was left out, because it can not be graded.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SkippedRow {
-    /// The file.
-    pub path: PathBuf,
-    /// The row, counted from 1.
+/// A row of a task file.
+#[derive(Debug)]
+pub struct TaskRow {
+    /// Its number in its file, counted from 1.
     pub row: u64,
-    /// The task's id.
-    pub id: String,
-    /// Why it can not be graded.
-    pub reason: String,
+    /// What it says, or why that is no task.
+    pub task: Result<Task, TaskError>,
 }
 
 /// The tasks of one split, in file order, with ids of their own.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct TaskSet {
     tasks: Vec<Task>,
-    skipped: Vec<SkippedRow>,
 }
 
 impl TaskSet {
@@ -47,6 +41,36 @@ impl TaskSet {
         split: Option<Split>,
         visible_tests: usize,
     ) -> Result<Self, TaskError> {
+        Self::open_with(
+            path,
+            &TaskOptions {
+                split,
+                visible_tests,
+                ..TaskOptions::default()
+            },
+        )
+    }
+
+    /// Reads the tasks at `path` as [`TaskSet::open`] does.
+    ///
+    /// # Errors
+    ///
+    /// As for [`TaskSet::open`].
+    pub fn open_with(path: &Path, options: &TaskOptions) -> Result<Self, TaskError> {
+        let tasks = Self::rows(path, options)?
+            .into_iter()
+            .map(|row| row.task)
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { tasks })
+    }
+
+    /// Reads the rows at `path`: each a task, or why it is none.
+    ///
+    /// # Errors
+    ///
+    /// Fails when nothing is there, when a file cannot be read, or when no row is left.
+    pub fn rows(path: &Path, options: &TaskOptions) -> Result<Vec<TaskRow>, TaskError> {
+        let split = options.split;
         let files = if path.is_dir() {
             split_files(path, split.unwrap_or(Split::Train))?
         } else if path.exists() {
@@ -57,15 +81,27 @@ impl TaskSet {
             });
         };
         let by_range = if path.is_dir() { None } else { split };
-        let mut set = Self {
-            tasks: Vec::new(),
-            skipped: Vec::new(),
-        };
+        let mut rows = Vec::new();
         let mut ids = HashSet::new();
         for file in &files {
-            set.read_file(file, by_range, visible_tests, &mut ids)?;
+            for (row, fields) in read_rows(file)? {
+                let mut task = schema::parse(file, row, &fields, options);
+                if let Ok(Task { id, .. }) = &task {
+                    if by_range.is_some() && Split::of_mbpp(id) != by_range {
+                        continue;
+                    }
+                    if !ids.insert(id.clone()) {
+                        task = Err(TaskError::DuplicateId {
+                            path: file.clone(),
+                            row,
+                            id: id.clone(),
+                        });
+                    }
+                }
+                rows.push(TaskRow { row, task });
+            }
         }
-        if set.tasks.is_empty() {
+        if rows.is_empty() {
             return Err(TaskError::Empty {
                 path: path.to_owned(),
                 split: split.map_or_else(|| "all".to_owned(), |split| split.to_string()),
@@ -77,43 +113,7 @@ impl TaskSet {
                 },
             });
         }
-        Ok(set)
-    }
-
-    fn read_file(
-        &mut self,
-        path: &Path,
-        split: Option<Split>,
-        visible_tests: usize,
-        ids: &mut HashSet<String>,
-    ) -> Result<(), TaskError> {
-        for (row, fields) in read_rows(path)? {
-            let outcome = mbpp::parse(path, row, &fields, visible_tests)?;
-            let (Outcome::Task(Task { id, .. }) | Outcome::Skipped { id, .. }) = &outcome;
-            if split.is_some() && Split::of_mbpp(id) != split {
-                continue;
-            }
-            if !ids.insert(id.clone()) {
-                return Err(TaskError::DuplicateId {
-                    path: path.to_owned(),
-                    row,
-                    id: id.clone(),
-                });
-            }
-            match outcome {
-                Outcome::Task(task) => self.tasks.push(task),
-                Outcome::Skipped { id, reason } => {
-                    tracing::warn!(path = %path.display(), row, id, reason, "task left out");
-                    self.skipped.push(SkippedRow {
-                        path: path.to_owned(),
-                        row,
-                        id,
-                        reason,
-                    });
-                }
-            }
-        }
-        Ok(())
+        Ok(rows)
     }
 
     /// Returns how many tasks there are; never zero.
@@ -136,12 +136,6 @@ impl TaskSet {
     #[must_use]
     pub fn get(&self, id: &str) -> Option<&Task> {
         self.tasks.iter().find(|task| task.id == id)
-    }
-
-    /// Returns the rows that were left out because they can not be graded.
-    #[must_use]
-    pub fn skipped(&self) -> &[SkippedRow] {
-        &self.skipped
     }
 
     /// Divides the tasks into those to learn from and a fifth, at least one, to measure on.
@@ -289,16 +283,11 @@ mod tests {
     fn steps_run_through_each_epoch_once() {
         let task = |id: usize| Task {
             id: id.to_string(),
-            prompt: "p".to_owned(),
-            entry_points: vec!["f".to_owned()],
-            setup: vec![],
             tests: vec!["assert f()".to_owned()],
-            reference: None,
-            visible_tests: 1,
+            ..Task::default()
         };
         let set = TaskSet {
             tasks: (0..7).map(task).collect(),
-            skipped: vec![],
         };
         let seen: Vec<&str> = (0..7)
             .flat_map(|step| set.batch(1, step, 3))

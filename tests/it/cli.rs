@@ -58,7 +58,7 @@ fn exec_json(arguments: &[&str], program: &str) -> (i32, Value) {
 fn help_names_every_command() {
     let output = wardian(&["--help"]);
     assert_eq!(output.status.code(), Some(0));
-    for command in ["train", "sft", "eval", "exec", "grade", "runtime"] {
+    for command in ["train", "sft", "eval", "exec", "grade", "task", "runtime"] {
         assert!(text(&output.stdout).contains(command));
     }
 }
@@ -266,6 +266,209 @@ fn bad_input_exits_2_and_says_what_to_do() {
         &["learned from and measured on", "task.eval_path"],
     );
     assert!(!folder.path().join("run").exists());
+}
+
+/// Writes rows as JSON Lines and returns the path.
+fn write_rows(folder: &Path, name: &str, rows: &[Value]) -> String {
+    let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+    let path = folder.join(name);
+    fs_err::write(&path, text).expect("written");
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+#[test]
+fn grade_keeps_the_order_and_the_parts_of_the_rewards() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tasks = write_rows(
+        folder.path(),
+        "tasks.jsonl",
+        &[
+            serde_json::json!({"task_id": "list", "prompt": "Double.", "code": "def f(x): return 2 * x",
+                "test_imports": [], "test_list": ["assert f(1) == 2", "assert f(0) == 0"]}),
+            serde_json::json!({"task_id": "print", "grader": "stdio", "prompt": "Print 3.",
+                "cases": [{"output": "3"}]}),
+            serde_json::json!({"task_id": "own", "grader": "mine.py", "prompt": "Be brief.",
+                "reward": {"named": {"brief": 2.0}}}),
+        ],
+    );
+    fs_err::write(
+        folder.path().join("mine.py"),
+        "def grade(candidate, task):\n    return {'reward': 0.25, 'brief': 0.5}\n",
+    )
+    .expect("written");
+    let rows: Vec<Value> = (0..60)
+        .flat_map(|n| {
+            let list = format!("def f(x): return {n} * x");
+            [
+                ("list", list),
+                ("print", format!("print({n})")),
+                ("own", "x = 1".to_owned()),
+            ]
+        })
+        .map(|(id, code)| serde_json::json!({"task_id": id, "code": code}))
+        .collect();
+    let submissions = write_rows(folder.path(), "code.jsonl", &rows);
+    let arguments = ["grade", "--tasks", &tasks, "--submissions", &submissions];
+    let output = wardian(
+        &[
+            &arguments[..],
+            &["--format", "json", "--reward", "test_fraction=0.5"],
+        ]
+        .concat(),
+    );
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let lines: Vec<Value> = text(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("a JSON line"))
+        .collect();
+    let ids: Vec<_> = lines.iter().map(|line| line["task_id"].clone()).collect();
+    let expected: Vec<_> = rows.iter().map(|row| row["task_id"].clone()).collect();
+    assert_eq!(ids, expected);
+    for (n, chunk) in lines.chunks(3).enumerate() {
+        let right = if n == 2 { 1.5 } else { 0.25 };
+        assert_eq!(chunk[0]["reward"], right, "{n}");
+        assert_eq!(chunk[0]["rewards"]["passed"], f64::from(u8::from(n == 2)));
+        assert_eq!(chunk[1]["reward"], if n == 3 { 1.5 } else { 0.0 }, "{n}");
+        // The task's own terms go before the command's.
+        assert_eq!(
+            (&chunk[2]["reward"], &chunk[2]["rewards"]["brief"]),
+            (&1.25.into(), &0.5.into())
+        );
+    }
+    assert!(text(&output.stderr).contains("2 of 180 passed, 178 failed, 0 invalid ("));
+    // Without terms, rewards are what they were: 1 or 0.
+    let output = wardian(&arguments);
+    let printed = text(&output.stdout);
+    assert!(
+        printed.starts_with("\"list\": failed — test_1: AssertionError\n"),
+        "{printed}"
+    );
+    assert!(printed.contains("\"own\": failed, 1.25"), "{printed}");
+    assert_usage_error(
+        &[&arguments[..], &["--reward", "pased=1"]].concat(),
+        &["pased", "test_fraction"],
+    );
+    assert_usage_error(
+        &[&arguments[..], &["--grader", "gone.py"]].concat(),
+        &["gone.py"],
+    );
+}
+
+#[test]
+fn a_completion_is_put_behind_its_prompt() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let prompt = "def f(x):\n    \"\"\"Doubles.\"\"\"\n";
+    let humaneval = serde_json::json!({"task_id": "HumanEval/0", "prompt": prompt, "entry_point": "f",
+        "canonical_solution": "    return 2 * x\n", "test": "def check(candidate):\n    assert candidate(2) == 4\n"});
+    let tasks = write_rows(folder.path(), "tasks.jsonl", &[humaneval]);
+    let submissions = [
+        serde_json::json!({"task_id": "HumanEval/0", "completion": "    return x + x\n"}),
+        serde_json::json!({"task_id": "HumanEval/0", "completion": "    return x\n"}),
+        serde_json::json!({"task_id": "HumanEval/0", "solution": "f = lambda x: 2 * x"}),
+    ];
+    let code = write_rows(folder.path(), "code.jsonl", &submissions);
+    let output = wardian(&["grade", "--tasks", &tasks, "--submissions", &code]);
+    let printed = text(&output.stdout);
+    let statuses: Vec<_> = (printed.lines())
+        .filter_map(|line| line.split_whitespace().nth(1))
+        .collect();
+    assert_eq!(statuses, ["passed", "failed", "passed"], "{printed}");
+    let nothing = serde_json::json!({"task_id": "HumanEval/0"});
+    let code = write_rows(folder.path(), "code.jsonl", &[nothing]);
+    assert_usage_error(
+        &["grade", "--tasks", &tasks, "--submissions", &code],
+        &["code.jsonl", "line 1", "`code`"],
+    );
+}
+
+#[test]
+fn a_grader_can_be_put_in_place_of_what_tasks_say() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let row = serde_json::json!({"task_id": 1, "prompt": "p", "code": "def f(): return 1",
+        "test_imports": [], "test_list": ["assert f() == 1"]});
+    let tasks = write_rows(folder.path(), "tasks.jsonl", &[row]);
+    let row = serde_json::json!({"task_id": 1, "code": "def f(): return 2"});
+    let code = write_rows(folder.path(), "code.jsonl", &[row]);
+    let grader = folder.path().join("mine.py");
+    let source = "def grade(candidate, task):\n    return candidate.f() / len(task['test_list'])\n";
+    fs_err::write(&grader, source).expect("written");
+    let grader = grader.to_str().expect("UTF-8");
+    let output = wardian(&[
+        "grade",
+        "--tasks",
+        &tasks,
+        "--submissions",
+        &code,
+        "--grader",
+        grader,
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout), "1: passed, 2\n");
+    // What no grader can grade is our fault, not a reward of 0.
+    let output = wardian(&[
+        "grade",
+        "--tasks",
+        &tasks,
+        "--submissions",
+        &code,
+        "--grader",
+        "gone",
+    ]);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("infra_error — test_1: there is no grader `gone`"));
+}
+
+#[test]
+fn task_validate_prints_what_is_wrong_with_which_row() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let row = |id: u32, code: &str, test: &str| serde_json::json!({"task_id": id, "prompt": "p", "code": code, "test_imports": [], "test_list": [test]});
+    let good = row(1, "def f(): return 1", "assert f() == 1");
+    let bad = row(2, "def f(): return 2", "assert f() == 1");
+    let weak = row(3, "def f(): return None", "assert f() is None");
+    let broken = serde_json::json!({"task_id": 4, "prompt": "p"});
+    let tasks = write_rows(
+        folder.path(),
+        "tasks.jsonl",
+        &[good.clone(), bad, weak, broken],
+    );
+    let output = wardian(&["task", "validate", "--tasks", &tasks]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let printed = text(&output.stdout);
+    let found: Vec<(&str, &str)> = printed
+        .lines()
+        .skip(1)
+        .map(|line| {
+            let mut words = line.split_whitespace();
+            let row = words.next().unwrap_or_default();
+            let kind = words.skip_while(|word| *word != "defect").nth(1);
+            (row, kind.unwrap_or_default())
+        })
+        .collect();
+    assert_eq!(
+        found,
+        [
+            ("2", "reference_fails"),
+            ("3", "empty_passes"),
+            ("4", "unreadable")
+        ]
+    );
+    let told = text(&output.stderr);
+    assert!(told.contains("1 of 4 tasks are sound"), "{told}");
+    let output = wardian(&["task", "validate", "--tasks", &tasks, "--format", "json"]);
+    let second: Value = text(&output.stdout)
+        .lines()
+        .nth(1)
+        .and_then(|line| serde_json::from_str(line).ok())
+        .expect("a JSON line");
+    assert_eq!(second["task_id"], "2");
+    assert_eq!(second["findings"][0]["kind"], "reference_fails");
+    let sound = write_rows(folder.path(), "sound.jsonl", &[good]);
+    let output = wardian(&["-q", "task", "validate", "--tasks", &sound]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(
+        (text(&output.stdout), text(&output.stderr)),
+        (String::new(), String::new())
+    );
 }
 
 #[test]

@@ -275,3 +275,29 @@ fn a_file_that_is_not_toml_is_shown_at_its_line() {
         "{error}"
     );
 }
+
+#[test]
+fn reward_terms_are_read_and_checked() {
+    let config = with("reward.named.style=0.5").unwrap();
+    assert_eq!(config.reward.weight("style"), 0.5);
+    assert_eq!(config.reward.weight("passed"), 1.0);
+    let file = config.to_toml().unwrap();
+    assert_eq!(RunConfig::from_toml(&file, &[""; 0]).unwrap(), config);
+    for (set, expected) in [
+        ("reward.pased=1", "did you mean `reward.passed`?"),
+        ("reward.named.style='much'", "reward.named.style"),
+        ("reward.named=1", "reward.named"),
+        (
+            "reward.fuel_penalty=2",
+            "`reward.fuel_penalty` is `2`; make it from 0 to 1",
+        ),
+        (
+            "reward.named.style=inf",
+            "`reward.named.style` is `inf`; make it a finite number",
+        ),
+        ("reward.length_margin=9000", "at most `reward.length_limit`"),
+    ] {
+        let error = message(&with(set).unwrap_err());
+        assert!(error.contains(expected), "{set}: {error}");
+    }
+}

@@ -41,6 +41,7 @@ impl RewardCase {
             setup: Vec::new(),
             tests: self.tests_assert.lines().map(str::to_owned).collect(),
             entry_points: vec![self.entry.clone()],
+            ..GradeRequest::default()
         }
     }
 }
@@ -64,6 +65,7 @@ fn request(code: &str, tests: &[&str]) -> GradeRequest {
         setup: Vec::new(),
         tests: tests.iter().map(|&test| test.to_owned()).collect(),
         entry_points: vec!["f".to_owned()],
+        ..GradeRequest::default()
     }
 }
 
@@ -347,7 +349,7 @@ fn data_that_wears_the_grader_out_counts_against_the_submission() {
 #[test]
 fn a_broken_setup_is_our_fault() {
     let request = GradeRequest {
-        setup: vec!["import numpy".to_owned()],
+        setup: vec!["import pandas".to_owned()],
         ..request("def f(): return 1", &["assert f() == 1"])
     };
     let verdict = grader().grade(&request);
@@ -355,7 +357,7 @@ fn a_broken_setup_is_our_fault() {
         (verdict.status, verdict.reward),
         (VerdictStatus::InfraError, None)
     );
-    assert!(verdict.tests[0].message.contains("numpy"), "{verdict:?}");
+    assert!(verdict.tests[0].message.contains("pandas"), "{verdict:?}");
 }
 
 #[test]
@@ -439,12 +441,7 @@ fn mbpp_references_pass_and_empty_solutions_fail() {
             (reference, VerdictStatus::Passed),
             (empty, VerdictStatus::Failed),
         ] {
-            let verdict = grader.grade(&GradeRequest {
-                code,
-                setup: task.setup.clone(),
-                tests: task.tests.clone(),
-                entry_points: task.entry_points.clone(),
-            });
+            let verdict = grader.grade(&task.grade_request(&code));
             assert_eq!(verdict.status, status, "task {}: {verdict:?}", task.id);
         }
     }

@@ -23,7 +23,7 @@ struct Attack {
 }
 
 fn attacks() -> Vec<Attack> {
-    include_str!("../data/reward/shared_interpreter.jsonl")
+    include_str!("../data/shared_interpreter.jsonl")
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect()
@@ -51,6 +51,7 @@ fn what_fools_a_shared_interpreter_fools_no_grader() {
                 setup: vec![attack.setup.clone()],
                 tests: attack.tests.clone(),
                 entry_points: vec![attack.entry.clone()],
+                ..GradeRequest::default()
             })
         };
         // Else the attack would have failed for a fault of its own.

@@ -3,8 +3,10 @@
 pub(super) mod eval;
 pub(super) mod exec;
 pub(super) mod grade;
+mod grading;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 mod setup;
 pub(super) mod sft;
+pub(super) mod task;
 pub(super) mod train;

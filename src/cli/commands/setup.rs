@@ -7,7 +7,7 @@ use crate::cli::args::ConfigArgs;
 use crate::cli::failure::Failure;
 use crate::config::RunConfig;
 use crate::engine::model::{LoraAdapter, Trainable};
-use crate::grader::{GradeLimits, UnitTestGrader};
+use crate::grader::{GradeLimits, GraderRegistry};
 use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
 use crate::sandbox::{CacheFolder, Limits, Sandbox};
 
@@ -163,12 +163,12 @@ pub(super) fn workbench(
 ) -> Workbench {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
-        fuel: config.sandbox.fuel,
+        fuel: config.sandbox.grade_fuel,
         deadline: config.sandbox.grade_deadline,
         ..Limits::default()
     });
-    let grader = UnitTestGrader::new(Arc::clone(&sandbox), limits);
-    Workbench::new(config, policy, sandbox, Arc::new(grader))
+    let graders = GraderRegistry::standard(&sandbox, &limits);
+    Workbench::new(config, policy, sandbox, Arc::new(graders))
 }
 
 /// Returns `runs/<time>-<name>`.

@@ -92,6 +92,7 @@ fn a_grader_works_over_workers() {
         setup: Vec::new(),
         tests: vec!["assert add(1, 2) == 3".to_owned()],
         entry_points: vec!["add".to_owned()],
+        ..GradeRequest::default()
     };
     assert_eq!(grader.grade(&request).reward, Some(1.0));
     request.code = "def add(a, b):\n    return a\n".to_owned();

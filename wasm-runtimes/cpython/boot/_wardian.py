@@ -18,6 +18,7 @@ import _wardian_candidate
 import _wardian_guest
 import _wardian_loop
 import _wardian_traceback
+import judge
 import unit_tests
 
 # What programs import most. Importing before the snapshot makes it free afterwards.
@@ -153,6 +154,8 @@ def serve(request):
     message = _wardian_candidate.decode(request)
     if message[0] == "grade":
         return unit_tests.serve(message)
+    if message[0] == "judge":
+        return judge.serve(message)
     return _wardian_candidate.serve(message)
 
 
@@ -207,6 +210,7 @@ def warm_up():
             _reset_main()
         _wardian_candidate.warm_up()
         unit_tests.warm_up(serve)
+        judge.warm_up(serve)
     sys.stdout, sys.stderr = streams
 
     _main_loader.source = b""

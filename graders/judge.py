@@ -1,0 +1,466 @@
+"""The graders of whole test programs: `check`, `script`, `doctest`, `calls`, and through `test_cases.py` and
+`user_grader.py` also `pytest`, `unittest` and `python`.
+
+It runs where `unit_tests.py` runs, in the grader's instance, and reaches the submission through the stubs that are made
+there. The rules of who is at fault are the same: what fails before the submission was asked for anything is the task's
+fault, what fails afterwards is the submission's.
+"""
+
+import ast
+import builtins
+import contextlib
+import doctest
+import io
+import json
+import math
+import sys
+import traceback
+import types
+
+import numpy_stand_in
+import unit_tests
+
+TEST_FILE = "tests.py"
+
+_NAME_LIMIT = 120
+_VALUE_LIMIT = 200
+
+# ---- what is used of the unit-test grader
+
+MESSAGE_LIMIT = unit_tests._MESSAGE_LIMIT
+RemoteError = unit_tests.RemoteError
+
+# Returns an exception as a message.
+describe = unit_tests._describe
+
+# The submission's value or stub of a name. Raises NameError if there is none.
+entry = unit_tests._entry
+
+
+def bridge_errors():
+    """What went wrong on the bridge in the running test: it has failed, even if it caught that."""
+    return unit_tests._bridge_errors
+
+
+@contextlib.contextmanager
+def _watching(bench):
+    """Tells the bench what the submission is asked for, and what it raises."""
+    original = unit_tests._request
+
+    def watched(*message, **keywords):
+        bench.requests += 1
+        try:
+            return original(*message, **keywords)
+        except BaseException as error:
+            bench.raised.append(error)
+            raise
+
+    unit_tests._request = watched
+    try:
+        yield
+    finally:
+        unit_tests._request = original
+
+
+# ---- results
+
+
+class BrokenTask(Exception):
+    """The task cannot be graded, whatever is submitted."""
+
+
+class InvalidSubmission(Exception):
+    """The submission lacks what the tests need."""
+
+
+class MissingModule(Exception):
+    """The tests import a module that this runtime does not have."""
+
+
+class Results:
+    """One result per test: [name, status, message, expected, got, line of the submission]."""
+
+    def __init__(self, bench):
+        self.entries = []
+        self.missing_module = None
+        self._bench = bench
+
+    def add(self, name, error, expected=None, got=None):
+        """Adds the result of a test that raised `error`, or nothing."""
+        name = name[:_NAME_LIMIT]
+        # Its description may ask the submission for a text, so a bridge error can come up only now.
+        message = "" if error is None else describe(error)
+        if bridge_errors():
+            message = bridge_errors()[0]
+        elif error is None:
+            self.entries.append([name, "passed", "", None, None, None])
+            return
+        elif isinstance(error, ModuleNotFoundError) and self._bench.is_own(error):
+            self.missing_module = error.name
+        line = line_of(error)
+        if line is not None:
+            message = f"{message} (line {line} of the tests)"
+        self.entries.append([name, "failed", message[:MESSAGE_LIMIT], expected, got, None])
+
+    @contextlib.contextmanager
+    def test(self, name):
+        """Runs its body as a test: what it raises is the test's result and goes no further."""
+        bridge_errors().clear()
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        self.add(name, error)
+
+    def fill(self, names, message):
+        """Fails every test of `names` that has no result."""
+        known = {result[0] for result in self.entries}
+        self.entries += [
+            [name, "failed", message[:MESSAGE_LIMIT], None, None, None]
+            for name in (name[:_NAME_LIMIT] for name in names)
+            if name not in known
+        ]
+
+
+def line_of(error):
+    """The line of the test file where `error` was raised, or None."""
+    line = None
+    step = None if error is None else error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == TEST_FILE:
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
+def show(value):
+    """The value as a verdict shows it."""
+    try:
+        text = repr(value)
+    except BaseException as error:
+        text = f"<{type(error).__name__} in repr>"
+    return text if len(text) <= _VALUE_LIMIT else text[:_VALUE_LIMIT] + "…"
+
+
+class Bench:
+    """A grading in progress: the tests' namespace and the submission's names in it."""
+
+    def __init__(self, setup, entries, module):
+        self.setup = setup
+        self.entries = entries
+        self.module = module
+        self.namespace = {"__name__": "tests", "__builtins__": builtins}
+        self.requests = 0
+        self.raised = []
+        self.missing_names = []
+
+    def is_own(self, error):
+        """Whether an exception is the tests' own, and not one that the submission raised."""
+        return not any(error is raised for raised in self.raised)
+
+    def prepare(self, imports=()):
+        """Runs what needs no submission, then binds the submission's names."""
+        try:
+            exec(compile(self.setup, "setup.py", "exec", dont_inherit=True), self.namespace)
+            for statement in imports:
+                exec(compile(ast.Module([statement], []), TEST_FILE, "exec", dont_inherit=True), self.namespace)
+        except ModuleNotFoundError as error:
+            raise MissingModule(error.name) from None
+        except BaseException as error:
+            raise BrokenTask(describe(error)) from None
+        try:
+            stubs = {name: entry(name) for name in self.entries}
+        except BaseException as error:
+            raise InvalidSubmission(describe(error)) from None
+        self.namespace.update(stubs)
+        self._install_module(stubs)
+        self.requests = 0
+
+    def _install_module(self, stubs):
+        """Lets tests say `from solution import f`."""
+        module = types.ModuleType(self.module)
+        module.__dict__.update(stubs, __all__=list(stubs))
+
+        def missing(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            try:
+                value = entry(name)
+            except NameError as error:
+                self.missing_names.append(describe(error))
+                raise AttributeError(name) from None
+            setattr(module, name, value)
+            return value
+
+        module.__getattr__ = missing
+        sys.modules[self.module] = module
+
+    def parse(self, source):
+        """Returns the program's syntax tree and those of its imports that need no submission."""
+        numpy_stand_in.provide(self.setup, source)
+        try:
+            tree = ast.parse(source, TEST_FILE)
+        except BaseException as error:
+            raise BrokenTask(describe(error)) from None
+        return tree, [statement for statement in tree.body if self._is_own_import(statement)]
+
+    def _is_own_import(self, statement):
+        match statement:
+            case ast.Import(names=names):
+                return all(alias.name.partition(".")[0] not in (self.module, "pytest") for alias in names)
+            case ast.ImportFrom(module=module, level=0):
+                return module.partition(".")[0] not in (self.module, "pytest", "__future__")
+        return False
+
+    def execute(self, tree, results):
+        """Runs a test file's top level. Returns whether there is anything to go on with."""
+        bridge_errors().clear()
+        try:
+            exec(compile(tree, TEST_FILE, "exec", dont_inherit=True), self.namespace)
+        except BaseException as error:
+            if self.missing_names:
+                raise InvalidSubmission(self.missing_names[0]) from None
+            if not self.requests and not bridge_errors():
+                if isinstance(error, ModuleNotFoundError):
+                    raise MissingModule(error.name) from None
+                raise BrokenTask(describe(error)) from None
+            results.add("top level", error)
+            return False
+        if bridge_errors():
+            results.add("top level", None)
+            return False
+        return True
+
+
+# ---- check(candidate), as HumanEval has it
+
+
+_TEST_STATEMENTS = (ast.Assert, ast.For, ast.While, ast.With, ast.If, ast.Try, ast.Match)
+
+
+def _is_test(statement):
+    return isinstance(statement, _TEST_STATEMENTS) or (
+        isinstance(statement, ast.Expr) and any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    )
+
+
+def _check(bench, source, results, options):
+    """Makes a test of every statement of `check` that asserts, loops or calls; the others only lead up to them."""
+    tree, imports = bench.parse(source)
+    function = next(
+        (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None
+    )
+    if function is None:
+        raise BrokenTask("the tests define no function `check`")
+    names = []
+    body = []
+    for statement in function.body:
+        if _is_test(statement):
+            names.append(f"test_{len(names) + 1}")
+            call = ast.parse(f"__wardian_test__({names[-1]!r})", mode="eval").body
+            wrapped = ast.With(items=[ast.withitem(context_expr=call)], body=[statement])
+            body.append(ast.fix_missing_locations(ast.copy_location(wrapped, statement)))
+        else:
+            body.append(statement)
+    if not names:
+        raise BrokenTask("`check` tests nothing")
+    function.body = body
+    bench.prepare(imports)
+    bench.namespace["__wardian_test__"] = results.test
+    if not bench.execute(tree, results):
+        return
+    try:
+        bench.namespace["check"](bench.namespace[bench.entries[0]])
+    except BaseException as error:
+        results.fill(names, f"not reached: {describe(error)}")
+
+
+# ---- a program that raises if the submission is wrong, as MBPP+ has it
+
+
+def _script(bench, source, results, options):
+    tree, imports = bench.parse(source)
+    try:
+        code = compile(tree, TEST_FILE, "exec", dont_inherit=True)
+    except BaseException as error:
+        raise BrokenTask(describe(error)) from None
+    bench.prepare(imports)
+    with results.test("script"):
+        exec(code, bench.namespace)
+    if bench.missing_names:
+        raise InvalidSubmission(bench.missing_names[0])
+
+
+# ---- doctest
+
+
+def _matches(checker, example, error, output, flags):
+    """Whether what happened is what the example says."""
+    if error is None:
+        return example.exc_msg is None and checker.check_output(example.want, output, flags)
+    if example.exc_msg is None:
+        return False
+    # An exception that no built-in one can stand for carries its own name in its text.
+    text = (
+        f"{error}\n" if type(error) is RemoteError else traceback.format_exception_only(error)[-1]
+    )
+    if flags & doctest.IGNORE_EXCEPTION_DETAIL:
+        return doctest._strip_exception_details(text) == doctest._strip_exception_details(example.exc_msg)
+    return checker.check_output(example.exc_msg, text, flags)
+
+
+def _doctest(bench, source, results, options):
+    try:
+        examples = doctest.DocTestParser().get_examples(source, TEST_FILE)
+        codes = [
+            compile(f"{example.source}\n", "example.py", "single", dont_inherit=True) for example in examples
+        ]
+    except BaseException as error:
+        raise BrokenTask(describe(error)) from None
+    if not examples:
+        raise BrokenTask("there is no `>>>` example")
+    bench.prepare()
+    checker = doctest.OutputChecker()
+    for example, code in zip(examples, codes):
+        flags = 0
+        for flag, is_on in example.options.items():
+            flags = flags | flag if is_on else flags & ~flag
+        name = f"line_{example.lineno + 1}"
+        if flags & doctest.SKIP:
+            continue
+        bridge_errors().clear()
+        output = io.StringIO()
+        error = failure = None
+        try:
+            with contextlib.redirect_stdout(output):
+                exec(code, bench.namespace)
+        except BaseException as raised:
+            error = raised
+        shown = output.getvalue()
+        if not _matches(checker, example, error, shown, flags):
+            failure = error or AssertionError("the output differs")
+            if error is None:
+                results.add(name, failure, example.want.rstrip("\n")[:_VALUE_LIMIT], shown.rstrip("\n")[:_VALUE_LIMIT])
+                continue
+        results.add(name, failure)
+
+
+# ---- calls with expected results
+
+
+def same(got, expected, tolerance):
+    """Whether a result is the one that JSON can only approximate: a tuple is a list, keys are texts."""
+    if isinstance(expected, list):
+        return (
+            isinstance(got, (list, tuple))
+            and len(got) == len(expected)
+            and all(same(one, other, tolerance) for one, other in zip(got, expected))
+        )
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or len(got) != len(expected):
+            return False
+        by_text = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
+        return by_text.keys() == expected.keys() and all(
+            same(by_text[key], value, tolerance) for key, value in expected.items()
+        )
+    if isinstance(expected, float) and isinstance(got, (int, float)) and not isinstance(got, bool):
+        return got == expected or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+    # `True == 1`, but they are not the same result.
+    return isinstance(got, bool) == isinstance(expected, bool) and got == expected
+
+
+def _calls(bench, source, results, options):
+    try:
+        cases = [(json.loads(arguments), json.loads(expected)) for arguments, expected in options["cases"]]
+        code = compile(options["call"], "call.py", "eval", dont_inherit=True)
+    except (ValueError, SyntaxError) as error:
+        raise BrokenTask(describe(error)) from None
+    if not all(isinstance(arguments, list) for arguments, _ in cases):
+        raise BrokenTask("the input of a call is not a JSON list of arguments")
+    bench.prepare()
+    for number, (arguments, expected) in enumerate(cases, 1):
+        bridge_errors().clear()
+        error = wanted = shown = None
+        try:
+            got = eval(code, bench.namespace)(*arguments)
+            is_right = same(got, expected, options["float_tolerance"]) or (
+                options["unwrap"]
+                and isinstance(expected, list)
+                and len(expected) == 1
+                and same(got, expected[0], options["float_tolerance"])
+            )
+            if not is_right:
+                wanted, shown = show(expected), show(got)
+                error = AssertionError(f"expected {wanted}, got {shown}")
+        except BaseException as raised:
+            error = raised
+        results.add(f"test_{number}", error, wanted, shown)
+
+
+# ---- grading
+
+
+def _judge(kind, setup, source, entries, options):
+    bench = Bench(setup, entries, options.get("module") or "solution")
+    with _watching(bench):
+        if kind == "python":
+            return user_grader.grade(bench, source, options)
+        results = Results(bench)
+        _KINDS[kind](bench, source, results, options)
+        if results.missing_module is not None:
+            raise MissingModule(results.missing_module)
+        if not results.entries:
+            raise BrokenTask("there is nothing to test")
+        return results.entries
+
+
+def judge(kind, setup, source, entries, options):
+    """Returns one entry per test, or why there is none: "broken", "missing" (the task), "invalid" (the submission)."""
+    try:
+        return _judge(kind, setup, source, entries, options)
+    except BrokenTask as error:
+        return ("broken", str(error))
+    except MissingModule as error:
+        return ("missing", str(error))
+    except InvalidSubmission as error:
+        return ("invalid", str(error))
+
+
+def serve(message):
+    """Answers the host's `judge` message."""
+    match message:
+        case ("judge", str() as kind, str() as setup, str() as source, list() as entries, str() as options):
+            return unit_tests._encode(judge(kind, setup, source, entries, json.loads(options)))
+    raise ValueError("malformed message")
+
+
+# These import this module.
+import test_cases
+import user_grader
+
+_KINDS = {
+    "calls": _calls,
+    "check": _check,
+    "doctest": _doctest,
+    "pytest": test_cases.run_pytest,
+    "script": _script,
+    "unittest": test_cases.run_unittest,
+}
+
+
+def warm_up(answer):
+    """Judges small submissions that `answer`, a candidate in this same instance, has loaded.
+
+    Run before the snapshot, for its specialized bytecode.
+    """
+    original = unit_tests._bridge_call
+    unit_tests._bridge_call = answer
+    check = "import math\ndef check(candidate):\n    assert candidate(2) == 2\n    assert candidate([1]) == [2]\n"
+    calls = {"call": "f", "cases": [["[[1]]", "[1, 1]"], ["[2]", "3"]], "float_tolerance": 1e-6, "unwrap": False}
+    for kind, source, options in [("check", check, {}), ("script", "assert f(1) == 1", {}), ("calls", "", calls)]:
+        serve(("judge", kind, "", source, ["f"], json.dumps(options)))
+    unit_tests._bridge_call = original
+    bridge_errors().clear()
+    unit_tests._remotes.clear()
+    sys.modules.pop("solution", None)
