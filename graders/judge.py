@@ -17,6 +17,7 @@ import sys
 import traceback
 import types
 
+import _grader_remote
 import numpy_stand_in
 import unit_tests
 
@@ -28,38 +29,48 @@ _VALUE_LIMIT = 200
 # ---- what is used of the unit-test grader
 
 MESSAGE_LIMIT = unit_tests._MESSAGE_LIMIT
-RemoteError = unit_tests.RemoteError
+RemoteError = _grader_remote.RemoteError
 
-# Returns an exception as a message.
-describe = unit_tests._describe
+# Returns an exception as a message, and the line of the submission that it came from.
+explain = unit_tests._describe
 
-# The submission's value or stub of a name. Raises NameError if there is none.
-entry = unit_tests._entry
+
+def describe(error):
+    """Returns an exception as a message."""
+    return explain(error)[0]
+
+
+def entry(name):
+    """Returns the submission's value of a name, or what stands for it. Raises NameError if there is none."""
+    classes = _grader_remote.state.entry_classes
+    value = _grader_remote.entries([name])[name]
+    _grader_remote.state.entry_classes += classes
+    return value
 
 
 def bridge_errors():
     """What went wrong on the bridge in the running test: it has failed, even if it caught that."""
-    return unit_tests._bridge_errors
+    return _grader_remote.state.bridge_errors
 
 
 @contextlib.contextmanager
 def _watching(bench):
     """Tells the bench what the submission is asked for, and what it raises."""
-    original = unit_tests._request
+    original = _grader_remote.request
 
-    def watched(*message, **keywords):
+    def watched(*message):
         bench.requests += 1
         try:
-            return original(*message, **keywords)
+            return original(*message)
         except BaseException as error:
             bench.raised.append(error)
             raise
 
-    unit_tests._request = watched
+    _grader_remote.request = watched
     try:
         yield
     finally:
-        unit_tests._request = original
+        _grader_remote.request = original
 
 
 # ---- results
@@ -89,7 +100,7 @@ class Results:
         """Adds the result of a test that raised `error`, or nothing."""
         name = name[:_NAME_LIMIT]
         # Its description may ask the submission for a text, so a bridge error can come up only now.
-        message = "" if error is None else describe(error)
+        message, submission_line = ("", None) if error is None else explain(error)
         if bridge_errors():
             message = bridge_errors()[0]
         elif error is None:
@@ -100,7 +111,7 @@ class Results:
         line = line_of(error)
         if line is not None:
             message = f"{message} (line {line} of the tests)"
-        self.entries.append([name, "failed", message[:MESSAGE_LIMIT], expected, got, None])
+        self.entries.append([name, "failed", message[:MESSAGE_LIMIT], expected, got, submission_line])
 
     @contextlib.contextmanager
     def test(self, name):
@@ -169,8 +180,11 @@ class Bench:
             raise MissingModule(error.name) from None
         except BaseException as error:
             raise BrokenTask(describe(error)) from None
+        # One for the whole program: its tests share what they import, as natively.
+        unit_tests._open(b"")
+        _grader_remote.forget()
         try:
-            stubs = {name: entry(name) for name in self.entries}
+            stubs = _grader_remote.entries(self.entries)
         except BaseException as error:
             raise InvalidSubmission(describe(error)) from None
         self.namespace.update(stubs)
@@ -431,6 +445,7 @@ def serve(message):
     """Answers the host's `judge` message."""
     match message:
         case ("judge", str() as kind, str() as setup, str() as source, list() as entries, str() as options):
+            unit_tests._grading = True
             return unit_tests._encode(judge(kind, setup, source, entries, json.loads(options)))
     raise ValueError("malformed message")
 
@@ -454,13 +469,11 @@ def warm_up(answer):
 
     Run before the snapshot, for its specialized bytecode.
     """
-    original = unit_tests._bridge_call
-    unit_tests._bridge_call = answer
+    _grader_remote._bridge_call = answer
+    unit_tests._bridge_open = lambda note: True
     check = "import math\ndef check(candidate):\n    assert candidate(2) == 2\n    assert candidate([1]) == [2]\n"
     calls = {"call": "f", "cases": [["[[1]]", "[1, 1]"], ["[2]", "3"]], "float_tolerance": 1e-6, "unwrap": False}
     for kind, source, options in [("check", check, {}), ("script", "assert f(1) == 1", {}), ("calls", "", calls)]:
         serve(("judge", kind, "", source, ["f"], json.dumps(options)))
-    unit_tests._bridge_call = original
-    bridge_errors().clear()
-    unit_tests._remotes.clear()
+    unit_tests.cool_down()
     sys.modules.pop("solution", None)

@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 
 use super::codec::Value;
-use super::unit_test::{GraderError, load_message, loaded_reply, why_not_loaded};
+use super::unit_test::{
+    GraderError, add_usage, find_late, load_message, loaded_reply, why_not_loaded,
+};
 use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict};
 use super::{GradeLimits, Grader};
 use crate::sandbox::{Dialogue, Exit, MAX_MESSAGE, Message, Sandbox, Served};
@@ -221,41 +223,41 @@ impl ProgramGrader {
         }
         let outcome = self.sandbox.converse(&Dialogue {
             callee: Message {
-                limits: self.limits.candidate.clone(),
+                limits: self.limits.loading.clone(),
                 bytes: load,
             },
             proceed_on: loaded_reply(),
+            round: self.limits.candidate.clone(),
+            max_rounds: 1,
             caller: Message {
                 limits: self.limits.grader.clone(),
                 bytes: message,
             },
         })?;
-        usage.candidate = outcome.callee_usage;
-        if let Some(exit @ Exit::DeadlineExceeded { .. }) = outcome.callee_ended {
-            let side = "submission";
-            return Err(GraderError::Deadline { side, exit });
-        }
-        let Some((served, grader_usage)) = outcome.caller else {
+        add_usage(usage, &outcome);
+        find_late(&outcome)?;
+        let Some((served, _)) = &outcome.caller else {
             return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
         };
-        usage.grader = grader_usage;
+        let round = outcome.rounds.first();
         match served {
             Served::Reply(reply) => {
-                let read = read_reply(&reply).unwrap_or_else(|| {
+                let read = read_reply(reply).unwrap_or_else(|| {
                     Ok(Judgement::Failed("the grader gave no verdict".to_owned()))
                 });
-                read.map(|judgement| match &outcome.callee_ended {
+                let ended = round.and_then(|round| round.ended.as_ref());
+                read.map(|judgement| match ended {
                     Some(exit) => explain(judgement, exit),
                     None => judgement,
                 })
             }
-            Served::Ended(exit @ Exit::DeadlineExceeded { .. }) => {
-                let side = "grader";
-                Err(GraderError::Deadline { side, exit })
-            }
             Served::Ended(exit) => {
                 let message = format!("the grader's instance {exit}");
-                Ok(Judgement::Failed(message))
+                match round {
+                    Some(_) => Ok(Judgement::Failed(message)),
+                    // The submission had no part in it.
+                    None => Err(GraderError::broken(message)),
+                }
             }
         }
     }

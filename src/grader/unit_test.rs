@@ -5,6 +5,10 @@
 //! interpreter — patched builtins, objects that equal everything, frames, exits — reaches a
 //! comparison. See `graders/README.md` and `wasm-runtimes/cpython/CODEC.md`.
 //!
+//! Each test has a copy of the submission as it was loaded, with fuel of its own, so no test sees
+//! what another one did. Functions of the tests that are passed to the submission stay where they
+//! are: a call of one enters the tests' instance while it waits.
+//!
 //! The host reads two replies, both strictly: the candidate's to `load`, which can only make the
 //! submission invalid, and the grader's verdict. Standard output decides nothing.
 //!
@@ -14,8 +18,9 @@
 //! the sandbox cannot be set up, the task's own setup does not run without any submission, or the
 //! deadline passed before the fuel was used, which depends on the machine's load.
 //!
-//! Callables cannot be passed to a submission: that would let it run code in the grader's
-//! instance. Such a test fails with a message that says so.
+//! **When the tests' instance ends.** Only the test that was running has failed by that. It runs
+//! again at the head of a new pair of instances, so that what earlier tests left there is not held
+//! against it; the tests behind it follow. After [`MAX_ENDS`] such tests the rest has failed too.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,16 +30,25 @@ use serde::{Deserialize, Serialize};
 
 use super::Grader;
 use super::codec::Value;
-use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name};
+use super::verdict::{
+    DEFAULT_GRADER, GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name,
+};
 use crate::sandbox::{
-    Dialogue, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served, with_causes,
+    Dialogue, DialogueOutcome, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served,
+    Usage, with_causes,
 };
 
 /// The most of a candidate's reply to `load` that is read: an error message has 500 characters.
 const MAX_LOAD_REPLY: usize = 16 << 10;
-/// The most of a grader's reply that is read, for each test and once more: a message has 300
-/// characters.
-const MAX_TEST_REPLY: usize = 2 << 10;
+/// The most of a grader's reply that is read, for each test and once more: a message has some 330
+/// characters, a value 200.
+const MAX_TEST_REPLY: usize = 4 << 10;
+/// The tests that may end the tests' instance before the rest is given up.
+const MAX_ENDS: usize = 3;
+/// What a submission may print for its tests to read, at a time.
+const PRINTED: ByteSize = ByteSize::kib(64);
+/// No call of the sandbox takes longer.
+const MAX_DEADLINE: Duration = Duration::from_hours(24);
 
 const NO_PROPER_REPLY: &str = "the submission gave no proper reply";
 
@@ -48,10 +62,13 @@ pub(super) const SUBMISSION_ENDED: [&str; 2] = [
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradeLimits {
-    /// For the submission, from its loading to the last test; default 50 billion fuel, 120 s,
-    /// 256 MiB. That is enough for the slowest reference solution of MBPP, which takes 35 billion.
+    /// For loading the submission; default 50 billion fuel, 120 s, 256 MiB.
+    pub loading: Limits,
+    /// For the submission in one test, what loading took of memory included; default 50 billion
+    /// fuel, 120 s, 256 MiB. That is enough for the slowest reference solution of MBPP, which takes
+    /// 35 billion.
     pub candidate: Limits,
-    /// For the tests; default 200 billion fuel, 240 s, 512 MiB. Its deadline includes the
+    /// For one test; default 200 billion fuel, 240 s, 512 MiB. Its deadline includes the
     /// submission's time.
     pub grader: Limits,
 }
@@ -64,25 +81,27 @@ impl Default for GradeLimits {
             stderr: ByteSize(0),
             ..Limits::default()
         };
+        let candidate = Limits {
+            fuel: 50_000_000_000,
+            deadline: Duration::from_secs(120),
+            ..silent
+        };
         Self {
-            candidate: Limits {
-                fuel: 50_000_000_000,
-                deadline: Duration::from_secs(120),
-                ..silent.clone()
-            },
             grader: Limits {
                 memory: ByteSize::mib(512),
                 fuel: 200_000_000_000,
                 deadline: Duration::from_secs(240),
-                ..silent
+                ..candidate.clone()
             },
+            loading: candidate.clone(),
+            candidate,
         }
     }
 }
 
 impl GradeLimits {
-    /// Gives a submission `candidate`, and its tests as much as lets the submission reach its own
-    /// limits first.
+    /// Gives a submission `candidate`, for loading and for each test, and the tests as much as lets
+    /// the submission reach its own limits first.
     #[must_use]
     pub fn for_candidate(candidate: &Limits) -> Self {
         let defaults = Self::default();
@@ -98,9 +117,24 @@ impl GradeLimits {
                 deadline: silent.deadline * 2,
                 ..silent.clone()
             },
+            loading: silent.clone(),
             candidate: silent,
         }
     }
+}
+
+/// A task's settings of this grader.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct UnitTestOptions {
+    /// Whether the submission works on copies of a call's arguments, so that what it changes in
+    /// place is not seen by the test.
+    read_only_arguments: bool,
+    /// Whether `==` and `!=` in the tests' asserts tell numbers of different types apart: `True`,
+    /// `1` and `1.0`, in containers as well.
+    strict_types: bool,
+    /// Whether tests can read what the submission prints, by `printed()`.
+    printed_output: bool,
 }
 
 /// Grades submissions by unit tests.
@@ -133,54 +167,163 @@ impl UnitTestGrader {
         usage: &mut GradeUsage,
     ) -> Result<Judgement, GraderError> {
         check(request)?;
+        let options: UnitTestOptions =
+            (request.read_options()).map_err(|source| GraderError::Options {
+                grader: DEFAULT_GRADER,
+                source,
+            })?;
         let load = load_message(&request.code);
         if load.len() > MAX_MESSAGE {
             let message = format!("the submission takes {} bytes", request.code.len());
             return Ok(Judgement::Invalid(message));
         }
-        let outcome = self.sandbox.converse(&Dialogue {
+        let count = request.tests.len();
+        let mut results = Vec::with_capacity(count);
+        let mut ends = 0;
+        while results.len() < count {
+            let first = results.len();
+            let outcome = self
+                .sandbox
+                .converse(&self.dialogue(request, options, &load, first)?)?;
+            add_usage(usage, &outcome);
+            find_late(&outcome)?;
+            let Some((served, _)) = &outcome.caller else {
+                return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
+            };
+            let why = match served {
+                Served::Reply(reply) => match read_verdict(reply, first, count - first) {
+                    Some(GraderReply::Results(mut verdict)) => {
+                        for (result, round) in verdict.iter_mut().zip(&outcome.rounds) {
+                            explain(result, round.ended.as_ref());
+                        }
+                        results.append(&mut verdict);
+                        continue;
+                    }
+                    Some(GraderReply::Invalid(message)) => {
+                        let ended = outcome.rounds.last().and_then(|round| round.ended.as_ref());
+                        return Ok(Judgement::Invalid(explained(&message, ended)));
+                    }
+                    // It was found before the submission was asked anything.
+                    Some(GraderReply::Broken(reason)) => {
+                        return Err(GraderError::broken(reason));
+                    }
+                    None => "the grader gave no verdict".to_owned(),
+                },
+                Served::Ended(exit) => format!("the grader's instance {exit}"),
+            };
+            let finished = match outcome.rounds.split_last() {
+                // No test was begun: the submission had no part in it.
+                None => return Err(GraderError::broken(why)),
+                Some((_, before)) => before.get(..count - first).unwrap_or(before),
+            };
+            for round in finished {
+                let note = Value::decode(&round.note, MAX_TEST_REPLY).ok();
+                let Some(mut result) = note.and_then(|note| read_result(results.len(), note))
+                else {
+                    return Ok(Judgement::AllFailed(why));
+                };
+                explain(&mut result, round.ended.as_ref());
+                results.push(result);
+            }
+            // All tests were over if it ended while it explained one.
+            if finished.is_empty() {
+                let limit = match served {
+                    Served::Ended(exit) if exit.is_limit() => Some(why.clone()),
+                    _ => None,
+                };
+                results.push(TestResult {
+                    limit,
+                    ..TestResult::new(test_name(first), TestStatus::Failed, why.as_str())
+                });
+                ends += 1;
+            }
+            if ends == MAX_ENDS {
+                let message = format!("not begun: {MAX_ENDS} tests before have ended so: {why}");
+                let rest = results.len()..count;
+                results.extend(rest.map(|index| {
+                    TestResult::new(test_name(index), TestStatus::Failed, message.as_str())
+                }));
+            }
+        }
+        Ok(Judgement::Results(results))
+    }
+
+    /// Makes the dialogue about the tests from the one at `first` on.
+    fn dialogue(
+        &self,
+        request: &GradeRequest,
+        options: UnitTestOptions,
+        load: &[u8],
+        first: usize,
+    ) -> Result<Dialogue, GraderError> {
+        let tests = &request.tests[first..];
+        let count = u32::try_from(tests.len()).unwrap_or(u32::MAX);
+        let mut round = self.limits.candidate.clone();
+        if options.printed_output {
+            (round.stdout, round.stderr) = (PRINTED, PRINTED);
+        }
+        let mut grader = self.limits.grader.clone();
+        grader.deadline = grader.deadline.saturating_mul(count).min(MAX_DEADLINE);
+        Ok(Dialogue {
             callee: Message {
-                limits: self.limits.candidate.clone(),
-                bytes: load,
+                limits: self.limits.loading.clone(),
+                bytes: load.to_vec(),
             },
             proceed_on: loaded_reply(),
+            round,
+            // A test that failed runs once more, for what it compared.
+            max_rounds: count.saturating_mul(2),
             caller: Message {
-                limits: self.limits.grader.clone(),
-                bytes: grade_message(request)?,
+                limits: grader,
+                bytes: grade_message(request, options, tests)?,
             },
-        })?;
-        usage.candidate = outcome.callee_usage;
-        if let Some(exit @ Exit::DeadlineExceeded { .. }) = outcome.callee_ended {
-            let side = "submission";
-            return Err(GraderError::Deadline { side, exit });
-        }
-        let Some((served, grader_usage)) = outcome.caller else {
-            return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
-        };
-        usage.grader = grader_usage;
-        let reply = match served {
-            Served::Reply(reply) => reply,
-            Served::Ended(exit @ Exit::DeadlineExceeded { .. }) => {
-                let side = "grader";
-                return Err(GraderError::Deadline { side, exit });
-            }
-            Served::Ended(exit) => {
-                return Ok(Judgement::AllFailed(format!(
-                    "the grader's instance {exit}"
-                )));
-            }
-        };
-        let mut judgement = match read_verdict(&reply, request.tests.len()) {
-            Some(GraderReply::Results(results)) => Judgement::Results(results),
-            Some(GraderReply::Invalid(message)) => Judgement::Invalid(message),
-            // It was found before the submission was asked anything.
-            Some(GraderReply::Broken(reason)) => return Err(GraderError::broken(reason)),
-            None => Judgement::AllFailed("the grader gave no verdict".to_owned()),
-        };
-        if let Some(exit) = &outcome.callee_ended {
-            explain(&mut judgement, exit);
-        }
-        Ok(judgement)
+        })
+    }
+}
+
+/// Adds what a dialogue used.
+pub(super) fn add_usage(usage: &mut GradeUsage, outcome: &DialogueOutcome) {
+    let add = |sum: &mut Usage, more: &Usage| {
+        sum.fuel = sum.fuel.saturating_add(more.fuel);
+        sum.memory_bytes = sum.memory_bytes.max(more.memory_bytes);
+        sum.wall += more.wall;
+    };
+    add(&mut usage.candidate, &outcome.callee_usage);
+    for round in &outcome.rounds {
+        add(&mut usage.candidate, &round.usage);
+    }
+    if let Some((_, more)) = &outcome.caller {
+        add(&mut usage.grader, more);
+    }
+}
+
+/// Finds a deadline that has passed, which says nothing about the submission.
+pub(super) fn find_late(outcome: &DialogueOutcome) -> Result<(), GraderError> {
+    let ended = |served: &Served| match served {
+        Served::Ended(exit) => Some(exit.clone()),
+        Served::Reply(_) => None,
+    };
+    let loading = ended(&outcome.callee);
+    let rounds = outcome
+        .rounds
+        .iter()
+        .filter_map(|round| round.ended.clone());
+    let caller = outcome
+        .caller
+        .as_ref()
+        .and_then(|(served, _)| ended(served));
+    let late = |exit: &Exit| matches!(exit, Exit::DeadlineExceeded { .. });
+    let submission = loading.into_iter().chain(rounds).find(late);
+    match (submission, caller.filter(late)) {
+        (Some(exit), _) => Err(GraderError::Deadline {
+            side: "submission",
+            exit,
+        }),
+        (None, Some(exit)) => Err(GraderError::Deadline {
+            side: "grader",
+            exit,
+        }),
+        (None, None) => Ok(()),
     }
 }
 
@@ -232,7 +375,7 @@ pub(super) enum GraderError {
 
 impl GraderError {
     /// Says what is broken; of a module that is missing, by its name.
-    fn broken(reason: String) -> Self {
+    pub(super) fn broken(reason: String) -> Self {
         let missing = reason
             .strip_prefix("ModuleNotFoundError: No module named '")
             .and_then(|rest| rest.strip_suffix('\''));
@@ -291,27 +434,55 @@ pub(super) fn why_not_loaded(served: &Served) -> String {
         Served::Reply(reply) => reply,
         Served::Ended(exit) => return format!("while loading, the submission {exit}"),
     };
-    match Value::decode(reply, MAX_LOAD_REPLY) {
-        Ok(Value::Tuple(members)) => match &members[..] {
-            [
-                Value::Int(1),
-                Value::Str(_),
-                Value::Str(kind),
-                Value::Str(message),
-                _,
-            ] => format!("{kind}: {message}"),
-            _ => NO_PROPER_REPLY.to_owned(),
-        },
+    let Ok(Value::Tuple(members)) = Value::decode(reply, MAX_LOAD_REPLY) else {
+        return NO_PROPER_REPLY.to_owned();
+    };
+    match &members[..] {
+        [Value::Int(1), Value::Str(kind), Value::Str(text), line] => {
+            let place = match line {
+                // A syntax error's text has it already.
+                Value::Int(line) if !text.contains("(solution.py") => {
+                    format!(" (solution.py, line {line})")
+                }
+                _ => String::new(),
+            };
+            let separator = if text.is_empty() { "" } else { ": " };
+            printable(&format!("{kind}{separator}{text}{place}"))
+        }
         _ => NO_PROPER_REPLY.to_owned(),
     }
 }
 
-fn grade_message(request: &GradeRequest) -> Result<Vec<u8>, GraderError> {
+/// Escapes what is not meant to be seen.
+fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for letter in text.chars() {
+        if letter.is_control() {
+            shown.extend(letter.escape_default());
+        } else {
+            shown.push(letter);
+        }
+    }
+    shown
+}
+
+fn grade_message(
+    request: &GradeRequest,
+    options: UnitTestOptions,
+    tests: &[String],
+) -> Result<Vec<u8>, GraderError> {
+    let options = [
+        (options.read_only_arguments, "read_only_arguments"),
+        (options.strict_types, "strict_types"),
+        (options.printed_output, "printed_output"),
+    ];
+    let options = options.into_iter().filter(|(is_on, _)| *is_on);
     let message = Value::Tuple(vec![
         Value::text("grade"),
         Value::text(request.setup.join("\n")),
-        Value::texts(&request.tests),
+        Value::texts(tests),
         Value::texts(&request.entry_points),
+        Value::List(options.map(|(_, name)| Value::text(name)).collect()),
     ])
     .encode();
     if message.len() > MAX_MESSAGE {
@@ -331,13 +502,14 @@ enum GraderReply {
     Broken(String),
 }
 
-/// Reads the grader's reply. `None` is a malformed one.
-fn read_verdict(reply: &[u8], count: usize) -> Option<GraderReply> {
+/// Reads the grader's reply about `count` tests from the one at `first` on. `None` is a malformed
+/// one.
+fn read_verdict(reply: &[u8], first: usize, count: usize) -> Option<GraderReply> {
     match Value::decode(reply, MAX_TEST_REPLY * (count + 1)).ok()? {
         Value::List(entries) if entries.len() == count => entries
             .into_iter()
-            .enumerate()
-            .map(read_result)
+            .zip(first..)
+            .map(|(entry, index)| read_result(index, entry))
             .collect::<Option<_>>()
             .map(GraderReply::Results),
         Value::Tuple(members) => match &members[..] {
@@ -352,11 +524,11 @@ fn read_verdict(reply: &[u8], count: usize) -> Option<GraderReply> {
     }
 }
 
-fn read_result((index, entry): (usize, Value)) -> Option<TestResult> {
-    let Value::Tuple(members) = entry else {
+fn read_result(index: usize, entry: Value) -> Option<TestResult> {
+    let Value::List(members) = entry else {
         return None;
     };
-    let [Value::Str(status), Value::Str(message)] = &members[..] else {
+    let [Value::Str(status), Value::Str(message), expected, got, line] = &members[..] else {
         return None;
     };
     let status = match status.as_str() {
@@ -364,23 +536,41 @@ fn read_result((index, entry): (usize, Value)) -> Option<TestResult> {
         "failed" => TestStatus::Failed,
         _ => return None,
     };
-    Some(TestResult::new(test_name(index), status, message))
+    let text = |value: &Value| match value {
+        Value::None => Some(None),
+        Value::Str(text) => Some(Some(text.clone())),
+        _ => None,
+    };
+    Some(TestResult {
+        expected: text(expected)?,
+        got: text(got)?,
+        line: match line {
+            Value::None => None,
+            // A number that no file has is the submission's own invention.
+            Value::Int(line) => u32::try_from(*line).ok(),
+            _ => return None,
+        },
+        ..TestResult::new(test_name(index), status, message.as_str())
+    })
 }
 
 /// Says how the submission's instance ended, where the guest only knows that it did.
-fn explain(judgement: &mut Judgement, exit: &Exit) {
-    let messages: Vec<&mut String> = match judgement {
-        Judgement::Results(tests) => tests.iter_mut().map(|test| &mut test.message).collect(),
-        Judgement::Invalid(message) => vec![message],
-        Judgement::AllFailed(_) => Vec::new(),
-    };
-    for message in messages {
-        if SUBMISSION_ENDED
-            .iter()
-            .any(|ended| message.ends_with(ended))
-        {
-            *message = format!("the submission {exit}");
+fn explain(result: &mut TestResult, ended: Option<&Exit>) {
+    if result.status == TestStatus::Passed {
+        return;
+    }
+    result.message = explained(&result.message, ended);
+    result.limit = ended
+        .filter(|exit| exit.is_limit())
+        .map(|exit| format!("the submission {exit}"));
+}
+
+fn explained(message: &str, ended: Option<&Exit>) -> String {
+    match ended {
+        Some(exit) if SUBMISSION_ENDED.iter().any(|end| message.ends_with(end)) => {
+            format!("the submission {exit}")
         }
+        _ => message.to_owned(),
     }
 }
 
@@ -392,23 +582,36 @@ mod tests {
         Value::Tuple(vec![Value::text(status), Value::text("message")])
     }
 
+    fn result(status: &str) -> Value {
+        let nothing = || Value::None;
+        Value::List(vec![
+            Value::text(status),
+            Value::text("message"),
+            Value::text("1"),
+            nothing(),
+            nothing(),
+        ])
+    }
+
     #[test]
     fn a_verdict_must_cover_every_test() {
-        let reply = Value::List(vec![pair("passed"), pair("failed")]).encode();
-        let Some(GraderReply::Results(results)) = read_verdict(&reply, 2) else {
+        let reply = Value::List(vec![result("passed"), result("failed")]).encode();
+        let Some(GraderReply::Results(results)) = read_verdict(&reply, 3, 2) else {
             panic!("two results for two tests are a verdict");
         };
         assert_eq!(results[0].status, TestStatus::Passed);
         assert_eq!(results[1].status, TestStatus::Failed);
-        assert!(read_verdict(&reply, 1).is_none());
-        assert!(read_verdict(&reply, 3).is_none());
+        assert_eq!(results[1].name, "test_5");
+        assert_eq!(results[1].expected.as_deref(), Some("1"));
+        assert!(read_verdict(&reply, 0, 1).is_none());
+        assert!(read_verdict(&reply, 0, 3).is_none());
     }
 
     #[test]
     fn an_unknown_status_is_no_verdict() {
-        assert!(read_verdict(&Value::List(vec![pair("skipped")]).encode(), 1).is_none());
-        assert!(read_verdict(&pair("passed").encode(), 1).is_none());
-        assert!(read_verdict(b"garbage", 1).is_none());
+        assert!(read_verdict(&Value::List(vec![result("skipped")]).encode(), 0, 1).is_none());
+        assert!(read_verdict(&pair("passed").encode(), 0, 1).is_none());
+        assert!(read_verdict(b"garbage", 0, 1).is_none());
     }
 
     #[test]

@@ -22,7 +22,8 @@ pub struct GradeRequest {
     /// Statements run before the tests, in the grader: their imports and helpers.
     #[serde(default)]
     pub setup: Vec<String>,
-    /// Test programs, run in order in one namespace; one that raises fails.
+    /// Test programs, run in order; one that raises fails. None sees what another one did, to the
+    /// names here or to the submission.
     #[serde(default)]
     pub tests: Vec<String>,
     /// Names that the tests take from the submission. Everything else in a test is the grader's
@@ -131,16 +132,16 @@ pub struct TestResult {
     pub status: TestStatus,
     /// Why it did not pass, else empty. May quote the submission.
     pub message: String,
-    /// The value that the test expects, where it compares two.
+    /// What the failed comparison wanted, shortened, as Python writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected: Option<String>,
-    /// The value that it got instead. May quote the submission.
+    /// What the submission gave instead, shortened, as Python writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub got: Option<String>,
     /// The line of the submission that raised, if it raised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub line: Option<u32>,
-    /// The limit that the submission met in this test.
+    /// The limit that the submission or its test met, as a sentence about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<String>,
 }

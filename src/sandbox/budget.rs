@@ -136,6 +136,31 @@ impl Gauge {
     }
 }
 
+/// Gives the guest that is running `fuel` anew, and returns what it used of as much before.
+///
+/// # Errors
+///
+/// Returns an error if the guest has no meter.
+pub(super) fn refuel(caller: &mut Caller<'_, Host>, fuel: u64) -> Result<u64> {
+    let used = |left: u64| fuel.saturating_sub(left);
+    if let Some(gauge) = gauge_of(caller) {
+        let left = gauge.left(&mut *caller).try_into().unwrap_or(0);
+        gauge.give(caller, i64::try_from(fuel).unwrap_or(i64::MAX))?;
+        return Ok(used(left));
+    }
+    let mut store = caller.as_context_mut();
+    let left = store.get_fuel()?;
+    store.set_fuel(fuel)?;
+    Ok(used(left))
+}
+
+fn gauge_of(caller: &mut Caller<'_, Host>) -> Option<Gauge> {
+    Some(Gauge {
+        meter: caller.get_export(METER).and_then(Extern::into_global)?,
+        mark: caller.get_export(MARK).and_then(Extern::into_global)?,
+    })
+}
+
 /// Defines the meter's question in `linker`.
 pub(super) fn add_to_linker(linker: &mut Linker<Host>) -> Result<()> {
     linker.func_wrap(REFILL.0, REFILL.1, refill)?;
@@ -145,13 +170,9 @@ pub(super) fn add_to_linker(linker: &mut Linker<Host>) -> Result<()> {
 /// Ends the call or moves the mark. Without a meter there is nothing to do: a guest that marks its
 /// loops calls this while it is started.
 fn refill(mut caller: Caller<'_, Host>) -> Result<()> {
-    let Some((meter, mark)) = Option::zip(
-        caller.get_export(METER).and_then(Extern::into_global),
-        caller.get_export(MARK).and_then(Extern::into_global),
-    ) else {
+    let Some(gauge) = gauge_of(&mut caller) else {
         return Ok(());
     };
-    let gauge = Gauge { meter, mark };
     let left = gauge.left(&mut caller);
     if left < 0 {
         return Err(Stop::OutOfFuel.into());

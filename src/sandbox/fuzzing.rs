@@ -31,6 +31,8 @@ pub const HOST_CALLS_GUEST: &str = r#"(module
     (import "wasi_snapshot_preview1" "proc_exit" (func $proc_exit (param i32)))
     (import "bridge" "call" (func $bridge_call (param i32 i32) (result i32)))
     (import "bridge" "take" (func $bridge_take (param i32 i32) (result i32)))
+    (import "bridge" "open" (func $bridge_open (param i32 i32) (result i32)))
+    (import "bridge" "printed" (func $bridge_printed (param i32) (result i32)))
     (import "meter" "refill" (func $meter_refill))
     (memory (export "memory") 4)
     (global (export "__stack_pointer") (mut i32) (i32.const 1024))
@@ -47,9 +49,10 @@ pub const HOST_CALLS_GUEST: &str = r#"(module
         (local.set $b (i32.load offset=5 (local.get $at)))
         (local.set $c (i32.load offset=9 (local.get $at)))
         (local.set $d (i32.load offset=13 (local.get $at)))
-        (block $done (block $12 (block $11 (block $10 (block $9 (block $8 (block $7 (block $6
+        (block $done (block $14 (block $13 (block $12 (block $11 (block $10 (block $9 (block $8 (block $7 (block $6
         (block $5 (block $4 (block $3 (block $2 (block $1 (block $0
-            (br_table $0 $1 $2 $3 $4 $5 $6 $7 $8 $9 $10 $11 $12 $done (local.get $function)))
+            (br_table $0 $1 $2 $3 $4 $5 $6 $7 $8 $9 $10 $11 $12 $13 $14 $done
+                (local.get $function)))
             (drop (call $fd_write (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
             (br $done))
             (drop (call $fd_read (local.get $a) (local.get $b) (local.get $c) (local.get $d)))
@@ -75,9 +78,12 @@ pub const HOST_CALLS_GUEST: &str = r#"(module
             (br $done))
             (drop (i32.load (local.get $a)))
             (br $done))
-            (loop $forever (br $forever))))
+            (loop $forever (br $forever)))
+            (drop (call $bridge_open (local.get $a) (local.get $b)))
+            (br $done))
+            (drop (call $bridge_printed (local.get $a)))))
 
-    (func (export "serve") (param $length i32) (result i32)
+    (func (export "serve") (export "answer") (param $length i32) (result i32)
         (local $at i32) (local $end i32)
         (local.set $at (i32.const 65544))
         (local.set $end (i32.add (i32.const 65536) (local.get $length)))
@@ -138,6 +144,8 @@ impl HostCalls {
             callee: message(callee),
             // Whatever it answers: a reply of no bytes is what most messages give.
             proceed_on: Vec::new(),
+            round: self.limits.clone(),
+            max_rounds: 4,
             caller: message(caller),
         });
         let outcome = match outcome {
@@ -231,6 +239,9 @@ mod tests {
                 (9, [0; 4]),
                 (10, [200_000, 7, 0, 0]),
                 (11, [200_000, 0, 0, 0]),
+                (13, [65536, 8, 0, 0]),
+                (6, [65536, 8, 0, 0]),
+                (14, [1, 0, 0, 0]),
                 (last, [3, 0, 0, 0]),
             ] {
                 message.push(function);

@@ -14,7 +14,15 @@ use super::wheel::Wheel;
 const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
 
 /// Python modules that the interpreter is started with, by file stem.
-const PYTHON_MODULES: [(&str, &str); 12] = [
+const PYTHON_MODULES: [(&str, &str); 14] = [
+    (
+        "_grader_asserts",
+        include_str!("../../graders/_grader_asserts.py"),
+    ),
+    (
+        "_grader_remote",
+        include_str!("../../graders/_grader_remote.py"),
+    ),
     (
         "_wardian",
         include_str!("../../wasm-runtimes/cpython/boot/_wardian.py"),

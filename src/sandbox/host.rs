@@ -4,9 +4,9 @@ use bytesize::ByteSize;
 use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
+use super::bridge::{Peer, Stage};
 use super::budget::Budget;
 use super::limits::{Limits, MemoryLimiter};
-use super::pool::Lease;
 
 /// 2026-01-01T00:00:00Z: where a guest's clock starts unless it is set.
 const CLOCK_START_NS: u64 = 1_767_225_600_000_000_000;
@@ -27,10 +27,15 @@ pub(super) struct Host {
     pub(super) carried: Carried,
     /// When the current call has to end.
     pub(super) budget: Budget,
-    /// The instance that this guest may call through `bridge.call`, if any.
-    pub(super) peer: Option<Box<Lease>>,
+    /// The guest that this one reaches through `bridge.call`.
+    pub(super) peer: Peer,
+    /// What this guest's peers are made from, if it may ask for new ones.
+    pub(super) stage: Option<Box<Stage>>,
     /// The peer's last reply, until the guest takes it.
     pub(super) reply: Vec<u8>,
+    /// Why the guest has ended, while frames of it are still on the stack: each host function that
+    /// would return into one returns this instead.
+    pub(super) doom: Option<wasmtime::Error>,
 }
 
 /// The part of the host's state that belongs to the guest's program: with its memory, it decides
@@ -56,9 +61,21 @@ impl Host {
                 has_arguments: false,
             },
             budget: Budget::default(),
-            peer: None,
+            peer: Peer::None,
+            stage: None,
             reply: Vec::new(),
+            doom: None,
         }
+    }
+
+    /// Takes what was printed to standard output or, otherwise, to standard error.
+    pub(super) fn take_printed(&mut self, is_stdout: bool) -> Vec<u8> {
+        let stream = if is_stdout {
+            &mut self.stdout
+        } else {
+            &mut self.stderr
+        };
+        stream.take().0
     }
 
     pub(super) fn seed(&mut self, seed: u64) {

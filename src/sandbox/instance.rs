@@ -8,7 +8,7 @@ use wasmtime::{
     Global, Memory, Store, Trap, TypedFunc, UpdateDeadline, Val, WasmParams, WasmResults,
 };
 
-use super::bridge::Served;
+use super::bridge::{Door, GuestFault, Link, Peer, Served, Stage};
 use super::budget::{Gauge, Stop};
 use super::cancel::Cancel;
 use super::error::SandboxError;
@@ -17,7 +17,6 @@ use super::limits::Limits;
 use super::memory::{Changed, Slot, WASM_PAGE};
 use super::meter::METER;
 use super::outcome::{ExecOutcome, ExecRequest, Exit, Usage};
-use super::pool::Lease;
 use super::runtime::{Meter, Prepared};
 use super::snapshot::STACK_POINTER;
 use super::wasi::ProcExit;
@@ -64,10 +63,11 @@ struct Exports {
     gauge: Option<Gauge>,
     /// Missed only by a program with arguments.
     args: Option<TypedFunc<i32, ()>>,
-    buf: TypedFunc<i32, i32>,
     step: TypedFunc<(i32, i64), i32>,
-    serve: TypedFunc<i32, i32>,
-    reply_ptr: TypedFunc<(), i32>,
+    /// For messages of the host.
+    serve: Door,
+    /// For messages of the guest on the other side of the bridge; missed only by it.
+    answer: Option<Door>,
 }
 
 impl std::fmt::Debug for Exports {
@@ -109,6 +109,16 @@ impl Instance {
         *self.store.data_mut() = Host::new(limits);
         self.limits = limits.clone();
         self.slot.begin();
+        self.refuel()
+    }
+
+    /// Gives a guest at rest other limits: fuel and deadline run from now on.
+    pub(super) fn go_on(&mut self, limits: &Limits) -> Result<(), SandboxError> {
+        let host = self.store.data_mut();
+        let carried = host.carried.clone();
+        *host = Host::new(limits);
+        host.carried = carried;
+        self.limits = limits.clone();
         self.refuel()
     }
 
@@ -324,23 +334,53 @@ impl Instance {
                 limit: MAX_MESSAGE,
             });
         }
-        match self.exchange(request) {
+        let door = self.exports.serve.clone();
+        match self.exchange(&door, request) {
             Ok(reply) => Ok(Served::Reply(reply)),
             Err(error) => Ok(Served::Ended(self.end(error)?)),
         }
     }
 
-    /// As [`Self::serve`], with `peer` as the instance that this one reaches through
-    /// `bridge.call`.
-    pub(super) fn serve_with_peer(
+    /// As [`Self::serve`], with `stage` for what the guest asks through the bridge.
+    pub(super) fn serve_on(
         &mut self,
         request: &[u8],
-        peer: Lease,
-    ) -> (Result<Served, SandboxError>, Lease) {
-        self.store.data_mut().peer = Some(Box::new(peer));
+        stage: Stage,
+    ) -> (Result<Served, SandboxError>, Stage) {
+        self.store.data_mut().stage = Some(Box::new(stage));
         let served = self.serve(request);
-        let peer = self.store.data_mut().peer.take();
-        (served, *peer.expect("only this function takes it"))
+        let host = self.store.data_mut();
+        let mut stage = host.stage.take().expect("only this function takes it");
+        stage.close(std::mem::take(&mut host.peer), Vec::new());
+        (served, *stage)
+    }
+
+    /// Answers a message of the guest on the other side of the bridge, which waits for it and can
+    /// be asked in its turn through `asker`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the sandbox is at fault.
+    pub(super) fn answer(&mut self, request: &[u8], asker: Link) -> Result<Served, SandboxError> {
+        if let Some(exit) = &self.ended {
+            return Ok(Served::Ended(exit.clone()));
+        }
+        let Some(door) = self.exports.answer.clone() else {
+            return Err(SandboxError::MissingExport { name: "answer" });
+        };
+        self.store.data_mut().peer = Peer::Suspended(asker);
+        let answered = self.exchange(&door, request);
+        // The link must not outlive this call.
+        self.store.data_mut().peer = Peer::None;
+        match answered {
+            Ok(reply) => Ok(Served::Reply(reply)),
+            Err(error) => Ok(Served::Ended(self.end(error)?)),
+        }
+    }
+
+    /// Takes what the guest printed to standard output or, otherwise, to standard error.
+    pub(super) fn take_printed(&mut self, is_stdout: bool) -> Vec<u8> {
+        self.store.data_mut().take_printed(is_stdout)
     }
 
     /// Returns how the instance ended, if it has.
@@ -390,37 +430,19 @@ impl Instance {
         })
     }
 
-    fn exchange(&mut self, request: &[u8]) -> wasmtime::Result<Vec<u8>> {
-        let length = self.send(request)?;
-        let serve = self.exports.serve.clone();
-        let reply = self.call(&serve, length)?;
-        let length =
-            usize::try_from(reply).map_err(|_| wasmtime::Error::new(GuestFault::NoReply))?;
-        let reply_ptr = self.exports.reply_ptr.clone();
-        let pointer = self.call(&reply_ptr, ())?.cast_unsigned() as usize;
-        self.exports
-            .memory
-            .data(&self.store)
-            .get(pointer..pointer + length)
-            .filter(|reply| reply.len() <= MAX_MESSAGE)
-            .map(<[u8]>::to_vec)
-            .ok_or_else(|| wasmtime::Error::new(GuestFault::NoReply))
+    fn exchange(&mut self, door: &Door, request: &[u8]) -> wasmtime::Result<Vec<u8>> {
+        self.slot.use_here();
+        let result = door.exchange(&mut self.store, request);
+        self.note_fuel();
+        result
     }
 
     /// Puts `bytes` into the guest's buffer and returns their number.
     fn send(&mut self, bytes: &[u8]) -> wasmtime::Result<i32> {
         self.slot.use_here();
-        let length = i32::try_from(bytes.len()).expect("checked against `MAX_MESSAGE`");
-        let buf = self.exports.buf.clone();
-        let pointer = self.call(&buf, length)?.cast_unsigned() as usize;
-        if pointer == 0 {
-            return Err(wasmtime::Error::new(GuestFault::NoBuffer));
-        }
-        self.exports
-            .memory
-            .write(&mut self.store, pointer, bytes)
-            .map_err(|_| wasmtime::Error::new(GuestFault::NoBuffer))?;
-        Ok(length)
+        let result = self.exports.serve.send(&mut self.store, bytes);
+        self.note_fuel();
+        result
     }
 
     fn call<P: WasmParams + Sync, R: WasmResults + Sync>(
@@ -429,12 +451,16 @@ impl Instance {
         parameters: P,
     ) -> wasmtime::Result<R> {
         let result = on_own_stack(function.call_async(&mut self.store, parameters));
+        self.note_fuel();
+        result
+    }
+
+    fn note_fuel(&mut self) {
         self.fuel_left = match self.exports.gauge {
             Some(gauge) => gauge.left(&mut self.store).try_into().unwrap_or(0),
             // wasmtime counts if we do not.
             None => self.store.get_fuel().unwrap_or(0),
         };
-        result
     }
 
     /// Marks the instance as ended by `error` and says how.
@@ -514,17 +540,6 @@ impl Instance {
     }
 }
 
-/// A breach of the guest interface, which only a guest whose memory was tampered with commits.
-#[derive(Debug, thiserror::Error)]
-enum GuestFault {
-    #[error("the interpreter gave no buffer")]
-    NoBuffer,
-    #[error("the interpreter gave no reply")]
-    NoReply,
-    #[error("the interpreter gave no exit status")]
-    Status,
-}
-
 /// Instantiates the guest over `slot`, which must hold the image.
 fn instantiate(
     prepared: &Prepared,
@@ -557,10 +572,18 @@ fn instantiate(
             name: STACK_POINTER,
         });
     };
+    let memory = instance
+        .get_memory(&mut store, "memory")
+        .ok_or(SandboxError::MissingExport { name: "memory" })?;
+    let serve = Door {
+        memory,
+        buf: function!("buf"),
+        function: function!("serve"),
+        reply_ptr: function!("reply_ptr"),
+    };
+    let answer = instance.get_typed_func(&mut store, "answer").ok();
     let exports = Exports {
-        memory: instance
-            .get_memory(&mut store, "memory")
-            .ok_or(SandboxError::MissingExport { name: "memory" })?,
+        memory,
         stack_pointer,
         stack_at_rest,
         gauge: match prepared.meter() {
@@ -571,10 +594,12 @@ fn instantiate(
             }
         },
         args: instance.get_typed_func(&mut store, "args").ok(),
-        buf: function!("buf"),
         step: function!("step"),
-        serve: function!("serve"),
-        reply_ptr: function!("reply_ptr"),
+        answer: answer.map(|function| Door {
+            function,
+            ..serve.clone()
+        }),
+        serve,
     };
     Ok((store, exports))
 }

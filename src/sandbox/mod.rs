@@ -49,7 +49,7 @@ mod wasi;
 mod wheel;
 mod workers;
 
-pub use bridge::{Dialogue, DialogueOutcome, Message, Served};
+pub use bridge::{Dialogue, DialogueOutcome, Message, Round, Served};
 pub use cache::CacheFolder;
 pub use cancel::Cancel;
 pub use compiled::Progress;

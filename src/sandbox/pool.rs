@@ -164,6 +164,13 @@ impl Lease {
         Self::new(&self.runtime, self.limits(), Duration::ZERO, &Cancel::new())
     }
 
+    /// Makes the instance a fresh one, for another guest of the same owner.
+    pub(super) fn renew(&mut self, limits: &Limits) -> Result<(), SandboxError> {
+        let runtime = self.runtime.clone();
+        self.restore(runtime.prepared())?;
+        self.begin(limits)
+    }
+
     /// Returns the most instances that there may be.
     pub(super) fn limit(&self) -> u32 {
         self.runtime.pool().limit

@@ -9,9 +9,11 @@
 #define CODEC_MAX_BYTES ((size_t)16 << 20)
 #define CODEC_MAX_DEPTH 200
 
-// codec.c: encode(value, fallback) -> bytes and decode(bytes, by_value, handle) -> value, as METH_FASTCALL functions.
+// codec.c: functions of the module `_wardian_guest`; each says there what it takes and returns.
 PyObject *codec_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *codec_decode(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *codec_snapshot(PyObject *module, PyObject *objects);
+PyObject *codec_changes(PyObject *module, PyObject *snapshot);
 
 // stdlib.c: the compiled standard library.
 void stdlib_register_early_modules(void);

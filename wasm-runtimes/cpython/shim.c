@@ -4,7 +4,8 @@
 //   buf(n) -> ptr          a buffer of at least n bytes, for what follows
 //   step(n, seed) -> i32   runs the program in buf[0..n] as __main__ and returns its exit status, or 256 for MemoryError
 //   args(n)                makes buf[0..n], arguments each ended by a NUL, sys.argv[1:] of the steps that follow
-//   serve(n) -> len        answers the message in buf[0..n]; -1 on failure
+//   serve(n) -> len        answers the host's message in buf[0..n]; -1 on failure
+//   answer(n) -> len       the same for a message from the other side of the bridge, also within a bridge.call
 //   reply_ptr() -> ptr     where the reply lies, until the next call
 //
 // A program is run from here, not from Python: so its frames have no frame of ours below them, tracebacks and
@@ -24,6 +25,8 @@
 
 IMPORT("call") int bridge_call(const void *request, size_t length);
 IMPORT("take") int bridge_take(void *reply, size_t length);
+IMPORT("open") int bridge_open(const void *note, size_t length);
+IMPORT("printed") int bridge_printed(int stream);
 
 enum {
     STATUS_ERROR = 1,
@@ -45,6 +48,8 @@ static struct {
     PyObject *begin_step;     // _wardian.begin_step(source, seed or None) -> file name
     PyObject *set_arguments;  // _wardian.set_arguments(bytes)
     PyObject *serve;          // _wardian.serve(request) -> bytes
+    PyObject *answer;         // _wardian.answer(request) -> bytes
+    PyObject *failed;         // _wardian.FAILED, bytes
     PyObject *compile;        // builtins.compile
     PyObject *run_exitfuncs;  // atexit._run_exitfuncs
     PyObject *main_globals;
@@ -190,19 +195,34 @@ EXPORT("buf") void *guest_buf(int length) {
     return buffer;
 }
 
-EXPORT("serve") int guest_serve(int length) {
+// Calls `hook` with the message in the buffer; `failed` is the reply when it makes none. While it runs, the guest may be entered again and `reply` be replaced, so
+// it is set only at the end.
+static int reply_to(PyObject *hook, PyObject *failed, int length) {
     Py_CLEAR(reply);
     PyObject *request = PyBytes_FromStringAndSize(buffer, length);
+    PyObject *answer = NULL;
     if (request != NULL) {
-        reply = PyObject_CallOneArg(hooks.serve, request);
+        answer = PyObject_CallOneArg(hook, request);
         Py_DECREF(request);
     }
-    if (reply == NULL || !PyBytes_CheckExact(reply)) {
+    if (answer == NULL || !PyBytes_CheckExact(answer)) {
         PyErr_Clear();
-        Py_CLEAR(reply);
-        return -1;
+        Py_XDECREF(answer);
+        if (failed == NULL) {
+            return -1;
+        }
+        answer = Py_NewRef(failed);
     }
+    Py_XSETREF(reply, answer);
     return (int)PyBytes_GET_SIZE(reply);
+}
+
+EXPORT("serve") int guest_serve(int length) {
+    return reply_to(hooks.serve, NULL, length);
+}
+
+EXPORT("answer") int guest_answer(int length) {
+    return reply_to(hooks.answer, hooks.failed, length);
 }
 
 EXPORT("reply_ptr") void *guest_reply_ptr(void) {
@@ -211,14 +231,8 @@ EXPORT("reply_ptr") void *guest_reply_ptr(void) {
 
 // ---- the module `_wardian_guest`, for the boot modules
 
-// bridge_call(request) -> bytes, or the negative number that the host answered.
-static PyObject *py_bridge_call(PyObject *Py_UNUSED(module), PyObject *request) {
-    char *bytes;
-    Py_ssize_t length;
-    if (PyBytes_AsStringAndSize(request, &bytes, &length) < 0) {
-        return NULL;
-    }
-    int size = bridge_call(bytes, (size_t)length);
+// Fetches the reply of `size` bytes that the host keeps, or returns the negative number that it answered.
+static PyObject *take_reply(int size) {
     if (size < 0) {
         return PyLong_FromLong(size);
     }
@@ -232,6 +246,35 @@ static PyObject *py_bridge_call(PyObject *Py_UNUSED(module), PyObject *request) 
         PyErr_SetString(PyExc_ValueError, "reply is not there");
     }
     return answer;
+}
+
+// bridge_call(request) -> bytes, or the negative number that the host answered.
+static PyObject *py_bridge_call(PyObject *Py_UNUSED(module), PyObject *request) {
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(request, &bytes, &length) < 0) {
+        return NULL;
+    }
+    return take_reply(bridge_call(bytes, (size_t)length));
+}
+
+// bridge_open(note) -> whether a new round was opened.
+static PyObject *py_bridge_open(PyObject *Py_UNUSED(module), PyObject *note) {
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(note, &bytes, &length) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(bridge_open(bytes, (size_t)length) == 0);
+}
+
+// bridge_printed(stream) -> bytes that the other side printed, or the negative number that the host answered.
+static PyObject *py_bridge_printed(PyObject *Py_UNUSED(module), PyObject *stream) {
+    long number = PyLong_AsLong(stream);
+    if (number == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return take_reply(bridge_printed((int)number));
 }
 
 // run_step(source, seed) -> status: `step` for the warm-up.
@@ -259,10 +302,14 @@ static PyObject *py_stdlib(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args
 
 static PyMethodDef module_methods[] = {
     {"bridge_call", py_bridge_call, METH_O, NULL},
+    {"bridge_open", py_bridge_open, METH_O, NULL},
+    {"bridge_printed", py_bridge_printed, METH_O, NULL},
+    {"changes", codec_changes, METH_O, NULL},
     {"decode", (PyCFunction)(void *)codec_decode, METH_FASTCALL, NULL},
     {"encode", (PyCFunction)(void *)codec_encode, METH_FASTCALL, NULL},
     {"run_step", (PyCFunction)(void *)py_run_step, METH_FASTCALL, NULL},
     {"seal", py_seal, METH_O, NULL},
+    {"snapshot", codec_snapshot, METH_O, NULL},
     {"stdlib", py_stdlib, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -377,6 +424,8 @@ EXPORT("init") void guest_init(void) {
     hooks.begin_step = attribute("_wardian", "begin_step");
     hooks.set_arguments = attribute("_wardian", "set_arguments");
     hooks.serve = attribute("_wardian", "serve");
+    hooks.answer = attribute("_wardian", "answer");
+    hooks.failed = attribute("_wardian", "FAILED");
     hooks.compile = attribute("builtins", "compile");
     hooks.run_exitfuncs = attribute("atexit", "_run_exitfuncs");
     hooks.main_globals = attribute("__main__", "__dict__");

@@ -1,8 +1,8 @@
 //! The values that the host itself exchanges with a guest.
 //!
 //! The format is in `wasm-runtimes/cpython/CODEC.md`. Only the part that the host sends and reads
-//! is here: `None`, booleans, small integers, text, lists and tuples. What candidates and graders
-//! say to each other passes through the host unread.
+//! is here: `None`, booleans, small integers, text, lists and tuples, and no references between
+//! them. What candidates and graders say to each other passes through the host unread.
 //!
 //! A reply is made in memory that a submission may own, so decoding refuses whatever is not
 //! exactly right and allocates no more than the bytes at hand can fill.

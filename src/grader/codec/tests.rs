@@ -5,7 +5,7 @@ use super::*;
 
 const LIMIT: usize = 1 << 16;
 
-/// The examples of CODEC.md, section 1.3.
+/// The examples of CODEC.md, section 1.4.
 #[rstest]
 #[case(Value::None, &[0x4e])]
 #[case(Value::Int(0), &[0x69, 0x01, 0x00])]
@@ -40,6 +40,10 @@ fn the_documented_examples_hold(#[case] value: Value, #[case] bytes: &[u8]) {
 #[case(b"t\x02s\x01", CodecError::BadLength)]
 #[case(b"d\x00", CodecError::UnexpectedTag { tag: b'd' })]
 #[case(b"h\x00s\x01x", CodecError::UnexpectedTag { tag: b'h' })]
+#[case(b"o\x00", CodecError::UnexpectedTag { tag: b'o' })]
+#[case(b"a\x00", CodecError::UnexpectedTag { tag: b'a' })]
+#[case(b"l\x02l\x00r\x01", CodecError::UnexpectedTag { tag: b'r' })]
+#[case(b"v\x00", CodecError::UnexpectedTag { tag: b'v' })]
 fn malformed_bytes_are_refused(#[case] bytes: &[u8], #[case] error: CodecError) {
     assert_eq!(Value::decode(bytes, LIMIT), Err(error));
 }

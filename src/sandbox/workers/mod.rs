@@ -290,10 +290,13 @@ impl Sandbox for Workers {
 
     fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
         dialogue.callee.limits.validate()?;
+        dialogue.round.validate()?;
         dialogue.caller.limits.validate()?;
         let call = Frame {
             head: Call::Converse {
                 callee: dialogue.callee.limits.clone(),
+                round: dialogue.round.clone(),
+                max_rounds: dialogue.max_rounds,
                 caller: dialogue.caller.limits.clone(),
             },
             blobs: vec![

@@ -151,13 +151,20 @@ impl Worker {
                     .exec_cancellable(&request, &limits, &running.cancel);
                 Answer::outcome(outcome?, true)
             }
-            Call::Converse { callee, caller } => {
+            Call::Converse {
+                callee,
+                round,
+                max_rounds,
+                caller,
+            } => {
                 let outcome = self.runtime.converse(&Dialogue {
                     callee: Message {
                         limits: callee,
                         bytes: blob(),
                     },
                     proceed_on: blob(),
+                    round,
+                    max_rounds,
                     caller: Message {
                         limits: caller,
                         bytes: blob(),

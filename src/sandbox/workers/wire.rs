@@ -11,14 +11,14 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-#[cfg(test)]
-use crate::sandbox::Served;
 use crate::sandbox::error::with_causes;
 use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,
     SandboxError, Usage,
 };
+#[cfg(test)]
+use crate::sandbox::{Round, Served};
 
 /// A head holds a program, or what is said about one.
 const MAX_HEAD: u64 = 128 << 20;
@@ -141,6 +141,8 @@ pub(super) enum Call {
     /// Blobs: the callee's message, what to proceed on, the caller's message.
     Converse {
         callee: Limits,
+        round: Limits,
+        max_rounds: u32,
         caller: Limits,
     },
     Open {
@@ -334,6 +336,8 @@ impl Frame<()> {
                 "converse",
                 head(&Call::Converse {
                     callee: limits.clone(),
+                    round: limits.clone(),
+                    max_rounds: 3,
                     caller: limits,
                 }),
             ),
@@ -359,7 +363,11 @@ impl Frame<()> {
                 head(&Answer::Dialogue(Box::new(DialogueOutcome {
                     callee: Served::Reply(vec![b'N']),
                     callee_usage: usage,
-                    callee_ended: Some(Exit::Exited { code: 3 }),
+                    rounds: vec![Round {
+                        usage,
+                        ended: Some(Exit::Exited { code: 3 }),
+                        note: vec![1, 2],
+                    }],
                     caller: Some((Served::Ended(exit), usage)),
                 }))),
             ),

@@ -6,6 +6,7 @@
     reason = "helpers of tests may panic"
 )]
 
+mod bridge;
 mod corpus;
 mod files;
 mod limits;

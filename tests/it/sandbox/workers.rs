@@ -97,6 +97,16 @@ fn a_grader_works_over_workers() {
     assert_eq!(grader.grade(&request).reward, Some(1.0));
     request.code = "def add(a, b):\n    return a\n".to_owned();
     assert_eq!(grader.grade(&request).reward, Some(0.0));
+    // Callbacks, and tests that do not see each other, one of which runs out.
+    request.code = "import os\nn = 0\ndef add(g, x):\n    global n\n    n += 1\n    \
+                    return g(x) + n if x else os._exit(3)\n"
+        .to_owned();
+    let tests = ["assert add(lambda x: x * 2, 4) == 9", "add(None, 0)"];
+    request.tests = tests.repeat(2).into_iter().map(str::to_owned).collect();
+    let verdict = grader.grade(&request);
+    let messages: Vec<_> = verdict.tests.iter().map(|test| &test.message[..]).collect();
+    let ended = "the submission exited with code 3";
+    assert_eq!(messages, ["", ended, "", ended], "{verdict:?}");
 }
 
 #[test]

@@ -18,6 +18,7 @@ import _wardian_candidate
 import _wardian_guest
 import _wardian_loop
 import _wardian_traceback
+import _wardian_values
 import judge
 import unit_tests
 
@@ -150,13 +151,24 @@ def set_arguments(arguments):
 
 
 def serve(request):
-    """Answers one message (CODEC.md, section 3). Raises for a message that is none: the host sees a failure."""
-    message = _wardian_candidate.decode(request)
+    """Answers one message of the host (CODEC.md, section 3). Raises for a message that is none: the host sees a failure."""
+    message, _, _ = _wardian_guest.decode(request, _wardian_values.unpack, None, None, None)
     if message[0] == "grade":
         return unit_tests.serve(message)
     if message[0] == "judge":
         return judge.serve(message)
     return _wardian_candidate.serve(message)
+
+
+def answer(request):
+    """Answers one message from the other side of the bridge."""
+    if unit_tests.is_grading():
+        return unit_tests.answer(request)
+    return _wardian_candidate.answer(request)
+
+
+# What stands for an answer that could not be made: most likely there was no stack left for it.
+FAILED = _wardian_candidate.FAILED
 
 
 # Programs run before the snapshot, so that the bytecode they use is specialized and their caches are filled.
@@ -209,8 +221,8 @@ def warm_up():
             _wardian_guest.run_step(program, 1)
             _reset_main()
         _wardian_candidate.warm_up()
-        unit_tests.warm_up(serve)
-        judge.warm_up(serve)
+        unit_tests.warm_up(_wardian_candidate.answer)
+        judge.warm_up(_wardian_candidate.answer)
     sys.stdout, sys.stderr = streams
 
     _main_loader.source = b""

@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+mod attacks;
+mod honest;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -220,7 +223,7 @@ fn what_does_not_load_is_invalid(#[case] code: &str, #[case] reason: &str) {
 #[case("while True: pass", "ran out of fuel")]
 #[case("import os; os._exit(0)", "exited with code 0")]
 #[case("import os; os.abort()", "trapped")]
-fn a_submission_that_dies_fails_this_test_and_the_rest(#[case] body: &str, #[case] end: &str) {
+fn a_submission_that_dies_fails_this_test_only(#[case] body: &str, #[case] end: &str) {
     let code = format!("def f(x):\n    if x:\n        return x\n    {body}");
     let tests = [
         "assert f(1) == 1",
@@ -235,8 +238,10 @@ fn a_submission_that_dies_fails_this_test_and_the_rest(#[case] body: &str, #[cas
     );
     let statuses: Vec<_> = verdict.tests.iter().map(|test| test.status).collect();
     use TestStatus::{Failed, Passed};
-    assert_eq!(statuses, [Passed, Failed, Failed, Passed]);
+    assert_eq!(statuses, [Passed, Failed, Passed, Passed]);
     assert!(verdict.tests[1].message.contains(end), "{verdict:?}");
+    let limit = verdict.tests[1].limit.as_deref();
+    assert_eq!(limit.is_some(), end == "ran out of fuel", "{verdict:?}");
 }
 
 #[test]
@@ -291,22 +296,16 @@ fn what_tests_do_works_across_the_bridge(#[case] code: &str, #[case] test: &str)
 }
 
 #[test]
-fn callables_do_not_cross() {
-    let verdict = grade("def f(g): return g(1)", &["assert f(lambda x: x) == 1"]);
-    assert_eq!(verdict.status, VerdictStatus::Failed);
-    assert!(
-        verdict.tests[0].message.contains("cannot send"),
-        "{verdict:?}"
-    );
-}
-
-#[test]
 fn submissions_do_not_see_each_other() {
     let code = "import builtins\ndef f():\n    n = builtins.n = getattr(builtins, 'n', 0) + 1\n    \
                 return n";
     for _ in 0..2 {
         assert_eq!(
-            grade(code, &["assert f() == 1", "assert f() == 2"]).reward,
+            grade(
+                code,
+                &["assert f() == 1\nassert f() == 2", "assert f() == 1"]
+            )
+            .reward,
             Some(1.0)
         );
     }
