@@ -26,7 +26,7 @@ _OPERATORS = {
 
 
 class _Shortener(reprlib.Repr):
-    """A `repr` that is short, asks the submission nothing and does not raise."""
+    """A `repr` that is short and asks nothing of what stays in the submission, which are objects of `remote`."""
 
     def __init__(self, remote):
         super().__init__()
@@ -35,19 +35,18 @@ class _Shortener(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 150
         self._remote = remote
 
+    def shown(self, value):
+        """Returns a value as Python writes it, shortened and safe."""
+        try:
+            text = self.repr(value)
+        except BaseException:
+            text = f"<{type(value).__name__} object>"
+        return safe(text, _VALUE_LIMIT)
+
     def repr1(self, value, level):
         if isinstance(value, self._remote):
             return f"<{type(value).__name__} object of the submission>"
         return super().repr1(value, level)
-
-
-def shown(value, remote):
-    """Returns a value as Python writes it, shortened; `remote` is the class of what stays in the submission."""
-    try:
-        text = _Shortener(remote).repr(value)
-    except BaseException:
-        text = f"<{type(value).__name__} object>"
-    return safe(text, _VALUE_LIMIT)
 
 
 def safe(text, limit=_TEXT_LIMIT):
@@ -131,50 +130,47 @@ class _Rewriter:
             operator, left = "false", test.operand
         else:
             left = test
-        got_is_right = right is not None and self._asks(right) and not self._asks(left)
-        result = [_assign(LEFT, left)]
-        if right is not None:
-            result.append(_assign(RIGHT, right))
-        message = [statement.msg] if statement.msg is not None else []
-        fail = ast.Call(
-            _load(FAILED),
-            [
-                ast.Constant(operator), _load(LEFT), _load(RIGHT) if right is not None else ast.Constant(None),
-                ast.Constant(got_is_right), *message,
-            ],
-            [],
+        got_is_right = (
+            right is not None and type(right) is not ast.Constant and self._asks(right) and not self._asks(left)
         )
+        at = {name: getattr(statement, name) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")}
+        result = [ast.Assign([ast.Name(LEFT, _STORE, **at)], left, **at)]
+        operands = [ast.Constant(operator, **at), ast.Name(LEFT, _LOAD, **at), ast.Constant(None, **at)]
+        if right is not None:
+            result.append(ast.Assign([ast.Name(RIGHT, _STORE, **at)], right, **at))
+            operands[2] = ast.Name(RIGHT, _LOAD, **at)
+        operands.append(ast.Constant(got_is_right, **at))
+        if statement.msg is not None:
+            operands.append(statement.msg)
+        fail = ast.Raise(ast.Call(ast.Name(FAILED, _LOAD, **at), operands, [], **at), None, **at)
         # What was compared is let go of, as without the rewriting.
-        release = ast.Assign([ast.Name(name, ast.Store()) for name in (LEFT, RIGHT)], ast.Constant(None))
-        result.append(ast.If(self._condition(test, operator, right), [release], [ast.Raise(fail, None)]))
-        for part in result:
-            ast.copy_location(part, statement)
-            ast.fix_missing_locations(part)
+        targets = [ast.Name(name, _STORE, **at) for name in (LEFT, RIGHT)]
+        release = ast.Assign(targets, ast.Constant(None, **at), **at)
+        result.append(ast.If(self._condition(test, operator, right, at), [release], [fail], **at))
         return result
 
-    def _condition(self, test, operator, right):
+    def _condition(self, test, operator, right, at):
+        left = ast.Name(LEFT, _LOAD, **at)
         if right is None:
-            return ast.UnaryOp(ast.Not(), _load(LEFT)) if operator == "false" else _load(LEFT)
+            return ast.UnaryOp(ast.Not(), left, **at) if operator == "false" else left
+        right = ast.Name(RIGHT, _LOAD, **at)
         if self.is_strict and operator in ("==", "!="):
-            equal = ast.Call(_load(EQUAL), [_load(LEFT), _load(RIGHT)], [])
-            return equal if operator == "==" else ast.UnaryOp(ast.Not(), equal)
-        return ast.Compare(_load(LEFT), test.ops, [_load(RIGHT)])
+            equal = ast.Call(ast.Name(EQUAL, _LOAD, **at), [left, right], [], **at)
+            return equal if operator == "==" else ast.UnaryOp(ast.Not(), equal, **at)
+        return ast.Compare(left, test.ops, [right], **at)
 
     def _asks(self, expression):
         """Whether an expression mentions the submission."""
         return any(type(node) is ast.Name and node.id in self.entries for node in ast.walk(expression))
 
 
-def _load(name):
-    return ast.Name(name, ast.Load())
-
-
-def _assign(name, value):
-    return ast.Assign([ast.Name(name, ast.Store())], value)
+_LOAD, _STORE = ast.Load(), ast.Store()
 
 
 def rewritten(source, file_name, entries, is_strict):
     """Compiles a program with its asserts rewritten. Raises SyntaxError as `compile` does."""
+    if "assert" not in source:
+        return compile(source, file_name, "exec", dont_inherit=True)
     tree = ast.parse(source, file_name)
     _Rewriter(entries, is_strict).rewrite_all(tree)
     return compile(tree, file_name, "exec", dont_inherit=True)
@@ -190,7 +186,7 @@ class Failures:
     """What the failed asserts of one test compared."""
 
     def __init__(self, remote):
-        self._remote = remote
+        self._shortener = _Shortener(remote)
         self._by_address = {}
 
     def clear(self):
@@ -200,11 +196,11 @@ class Failures:
         """Returns the exception of a failed assert."""
         error = AssertionError(*message)
         got, other = (right, left) if got_is_right else (left, right)
-        got = shown(got, self._remote)
+        got = self._shortener.shown(got)
         if operator in ("true", "false"):
             expected = f"a {operator} value"
         else:
-            other = shown(other, self._remote)
+            other = self._shortener.shown(other)
             expected = other if operator == "==" else f"{operator} {other}"
             if got_is_right and operator != "==":
                 expected = f"a value for which {other} {operator} it"

@@ -65,7 +65,7 @@ class _State:
         self.handles = {}
         # The line of the submission that an exception came from, by its address.
         self.lines = {}
-        # Classes that the task names: their objects may take part in operations with the tests' data.
+        # Classes that the task names as such: their objects may take part in operations with the tests' data.
         self.entry_classes = ()
 
 
@@ -833,8 +833,19 @@ def entries(names):
         if not found:
             raise NameError(f"the submission does not define `{name}`")
         values[name] = found[0]
-    state.entry_classes = tuple(value for value in values.values() if type(value) is RemoteMeta)
+    state.entry_classes = tuple(
+        value for name, value in values.items() if type(value) is RemoteMeta and _is_class_name(name)
+    )
     return values
+
+
+def _is_class_name(name):
+    """Whether a name, which is the task's, is that of a class by Python's conventions.
+
+    A submission can make any entry a class: a function that a test calls would then give objects whose operators decide
+    what the test compares.
+    """
+    return name[0].isupper() and "_" not in name and not name.isupper()
 
 
 def printed(stream):

@@ -653,7 +653,7 @@ fn what_a_task_gets_wrong_is_no_submissions_fault(
     }
 }
 
-/// What MBPP+ and HumanEval+ need of numpy is there for tests, and for nobody else.
+/// What MBPP+ and `HumanEval+` need of numpy is there for tests, and for nobody else.
 #[rstest]
 #[case::check(
     "check",

@@ -237,28 +237,40 @@ fn objects_do_not_decide(#[case] members: &str, #[case] test: &str, #[case] reas
     assert!(failed_alone(&verdict).contains(reason), "{verdict:?}");
 }
 
-/// Only objects of classes that the task names take part in operations with the tests' data.
+/// Only objects of classes that the task names take part in operations with the tests' data, and
+/// a class that stands in for a function is none of them.
 #[test]
 fn classes_that_the_task_names_have_operators() {
-    let code = "class f:\n    def __init__(self, n=0): self.n = n\n    \
-                def __add__(self, other): return self.n + other\n\
-                class A(f): pass\ndef g(): return A(1)";
-    let request = GradeRequest {
-        entry_points: vec!["f".to_owned(), "g".to_owned()],
-        tests: vec!["assert f(2) + 3 == 5 and g() + 1 == 2".to_owned()],
-        ..request(code, &[])
+    let class = "    def __init__(self, n=0): self.n = n\n    \
+                 def __sub__(self, other): return self.n - other\n    \
+                 def __abs__(self): return self.n\n    \
+                 def __lt__(self, other): return True\n    \
+                 def __contains__(self, other): return True\n";
+    let named = |name: &str, test: &str| GradeRequest {
+        entry_points: vec![name.to_owned(), "g".to_owned()],
+        tests: vec![test.to_owned()],
+        ..request(
+            &format!("class {name}:\n{class}class A({name}): pass\ndef g(): return A(1)"),
+            &[],
+        )
     };
-    assert_eq!(grader().grade(&request).reward, Some(1.0));
-    let request = GradeRequest {
-        entry_points: vec!["g".to_owned()],
-        tests: vec!["assert g() + 1 == 2".to_owned()],
-        ..request
-    };
-    let verdict = grader().grade(&request);
-    assert!(
-        failed_alone(&verdict).contains("unsupported operand"),
-        "{verdict:?}"
-    );
+    let tests = [
+        "assert NAME(2) - 3 == -1",
+        "assert g() < 0",
+        "assert 5 in g()",
+    ];
+    for test in tests {
+        let request = named("Number", &test.replace("NAME", "Number"));
+        assert_eq!(grader().grade(&request).reward, Some(1.0), "{test}");
+        for name in ["number", "Find_Max", "N2"] {
+            let verdict = grader().grade(&named(name, &test.replace("NAME", name)));
+            let message = failed_alone(&verdict);
+            assert!(
+                message.starts_with("TypeError"),
+                "{name}, {test}: {verdict:?}"
+            );
+        }
+    }
 }
 
 /// What a submission can do with the bridge when it has taken over its own side.
@@ -462,6 +474,51 @@ fn the_cost_of_endless_loops_is_bounded() {
     assert!(verdict.usage.candidate.fuel < 400_000_000, "{verdict:?}");
 }
 
+/// Each test has the fuel of a test: what others used is not missing.
+#[test]
+fn fuel_is_for_one_test() {
+    let code = "def f(x):\n    for _ in range(100_000): pass\n    return x";
+    let once = grade(code, &["assert f(1) == 1"]).usage.candidate.fuel;
+    let limits = GradeLimits {
+        candidate: Limits {
+            fuel: once,
+            ..GradeLimits::default().candidate
+        },
+        ..GradeLimits::default()
+    };
+    let grader = grader_with(limits);
+    let verdict = grader.grade(&request(code, &["assert f(1) == 1"; 5]));
+    assert_eq!(verdict.reward, Some(1.0), "{verdict:?}");
+    assert!(verdict.usage.candidate.fuel > 4 * (once / 2), "{verdict:?}");
+    let verdict = grader.grade(&request(code, &["f(1), f(2), f(3)", "assert f(1) == 1"]));
+    assert!(
+        failed_alone(&verdict).contains("ran out of fuel"),
+        "{verdict:?}"
+    );
+}
+
+/// Time that ran out before the fuel did says nothing about the submission, in whatever test.
+#[rstest]
+#[case::submission("f(1)")]
+#[case::submission_in_a_callback("f(2, lambda: f(1))")]
+fn a_deadline_is_our_fault(#[case] test: &str) {
+    let limits = GradeLimits {
+        candidate: Limits {
+            fuel: 1 << 50,
+            deadline: std::time::Duration::from_millis(100),
+            ..GradeLimits::default().candidate
+        },
+        ..GradeLimits::default()
+    };
+    let code = "def f(x, g=None):\n    while x == 1: pass\n    return g() if g else x";
+    let verdict = grader_with(limits).grade(&request(code, &["assert f(0) == 0", test]));
+    assert_eq!(
+        (verdict.status, verdict.reward),
+        (VerdictStatus::InfraError, None)
+    );
+    assert!(verdict.tests[0].message.contains("deadline"), "{verdict:?}");
+}
+
 /// Data that wears out the tests' instance costs the test that met it, and no other one.
 #[test]
 fn a_test_that_ends_the_graders_instance_fails_alone() {
@@ -626,20 +683,30 @@ fn failures_are_explained(
 #[test]
 fn verdicts_stand_without_explanations() {
     let code = "def f(x): return x";
-    let tests = ["assert f(1) == 1", "assert f(2) == 2"];
-    let used = grade(code, &tests).usage.grader.fuel;
+    // Compiled as it is, the rest costs little; to rewrite its asserts takes several times as much.
+    let rest = format!("\nif f(0):\n{}", "    assert f(1) == 1\n".repeat(1000));
+    let tests = |value| {
+        vec![
+            "assert f(1) == 1".to_owned(),
+            format!("assert f(2) == {value}{rest}"),
+        ]
+    };
+    let request = |value| GradeRequest {
+        tests: tests(value),
+        ..request(code, &[])
+    };
+    let used = grader().grade(&request(2)).usage.grader.fuel;
     let limits = GradeLimits {
         grader: Limits {
-            fuel: used * 3 / 2,
+            fuel: used * 2,
             ..GradeLimits::default().grader
         },
         ..GradeLimits::default()
     };
-    let wrong = request(code, &["assert f(1) == 1", "assert f(2) == 3"]);
-    let verdict = grader_with(limits).grade(&wrong);
+    let verdict = grader_with(limits).grade(&request(3));
     assert_eq!(failed_alone(&verdict), "AssertionError");
     assert_eq!(verdict.tests[1].expected, None, "{verdict:?}");
-    let verdict = grader().grade(&wrong);
+    let verdict = grader().grade(&request(3));
     assert_eq!(failed_alone(&verdict), "AssertionError");
     assert_eq!(verdict.tests[1].expected.as_deref(), Some("3"));
 }

@@ -76,6 +76,12 @@ const GUEST: &str = r#"(module
         (if (i32.or (i32.eq (local.get $letter) (i32.const 0x6e))
                 (i32.eq (local.get $letter) (i32.const 0x63)))
             (then (return (call $number (i32.load (i32.const 16))))))
+        ;; k: keep the last number, K: the kept number
+        (if (i32.eq (local.get $letter) (i32.const 0x6b)) (then
+            (i32.store (i32.const 20) (i32.load (i32.const 1024)))
+            (return (i32.const 4))))
+        (if (i32.eq (local.get $letter) (i32.const 0x4b))
+            (then (return (call $number (i32.load (i32.const 20))))))
         ;; o: open a round, noting the rest
         (if (i32.eq (local.get $letter) (i32.const 0x6f))
             (then (return (call $number (call $open (local.get $rest) (local.get $left))))))
@@ -270,14 +276,9 @@ fn a_waiting_frame_of_an_ended_callee_is_unwound(#[case] end: &[u8], #[case] exi
     let ended = round.ended.unwrap().to_string();
     assert!(ended.contains(exit), "{ended}");
     // And it is not asked again by whoever waits in between.
-    let again = [
-        b"f",
-        &both(
-            &[b"f", &both(&[b"f", end].concat(), b"fn")[..]].concat(),
-            b"n",
-        )[..],
-    ];
-    assert_ne!(ask(&again.concat()).0, number(1));
+    let in_between = all(&[&[b"f", end].concat(), b"fn", b"k"]);
+    let message = all(&[&[b"ff", &in_between[..]].concat(), b"K"]);
+    assert_eq!(ask(&message).0, number(DEAD));
 }
 
 /// The same for the caller, which a callback ends.
