@@ -167,12 +167,17 @@ class _Rewriter:
 _LOAD, _STORE = ast.Load(), ast.Store()
 
 
+def rewrite(tree, entries, is_strict=False):
+    """Rewrites the asserts of a syntax tree in place."""
+    _Rewriter(entries, is_strict).rewrite_all(tree)
+
+
 def rewritten(source, file_name, entries, is_strict):
     """Compiles a program with its asserts rewritten. Raises SyntaxError as `compile` does."""
     if "assert" not in source:
         return compile(source, file_name, "exec", dont_inherit=True)
     tree = ast.parse(source, file_name)
-    _Rewriter(entries, is_strict).rewrite_all(tree)
+    rewrite(tree, entries, is_strict)
     return compile(tree, file_name, "exec", dont_inherit=True)
 
 

@@ -17,6 +17,7 @@ import sys
 import traceback
 import types
 
+import _grader_asserts
 import _grader_remote
 import numpy_stand_in
 import unit_tests
@@ -29,7 +30,9 @@ _VALUE_LIMIT = 200
 # ---- what is used of the unit-test grader
 
 MESSAGE_LIMIT = unit_tests._MESSAGE_LIMIT
-RemoteError = _grader_remote.RemoteError
+
+# What the failed asserts of the running test compared.
+_failures = _grader_asserts.Failures(_grader_remote.Remote)
 
 # Returns an exception as a message, and the line of the submission that it came from.
 explain = unit_tests._describe
@@ -51,6 +54,12 @@ def entry(name):
 def bridge_errors():
     """What went wrong on the bridge in the running test: it has failed, even if it caught that."""
     return _grader_remote.state.bridge_errors
+
+
+def begin_test():
+    """Forgets what went wrong in the test before."""
+    bridge_errors().clear()
+    _failures.clear()
 
 
 @contextlib.contextmanager
@@ -102,21 +111,29 @@ class Results:
         # Its description may ask the submission for a text, so a bridge error can come up only now.
         message, submission_line = ("", None) if error is None else explain(error)
         if bridge_errors():
-            message = bridge_errors()[0]
-        elif error is None:
+            # The host says how the instance ended, by this very text.
+            self._add_failed(name, bridge_errors()[0])
+            return
+        if error is None:
             self.entries.append([name, "passed", "", None, None, None])
             return
-        elif isinstance(error, ModuleNotFoundError) and self._bench.is_own(error):
+        if isinstance(error, ModuleNotFoundError) and self._bench.is_own(error):
             self.missing_module = error.name
+        if expected is None:
+            expected, got = _failures.explanation(error)
         line = line_of(error)
         if line is not None:
             message = f"{message} (line {line} of the tests)"
-        self.entries.append([name, "failed", message[:MESSAGE_LIMIT], expected, got, submission_line])
+        self._add_failed(name, message, expected, got, submission_line)
+
+    def _add_failed(self, name, message, *explanation):
+        explanation = explanation or (None, None, None)
+        self.entries.append([name, "failed", _grader_asserts.safe(message, MESSAGE_LIMIT), *explanation])
 
     @contextlib.contextmanager
     def test(self, name):
         """Runs its body as a test: what it raises is the test's result and goes no further."""
-        bridge_errors().clear()
+        begin_test()
         error = None
         try:
             yield
@@ -146,12 +163,8 @@ def line_of(error):
 
 
 def show(value):
-    """The value as a verdict shows it."""
-    try:
-        text = repr(value)
-    except BaseException as error:
-        text = f"<{type(error).__name__} in repr>"
-    return text if len(text) <= _VALUE_LIMIT else text[:_VALUE_LIMIT] + "…"
+    """Returns a value as a verdict shows it."""
+    return _grader_asserts.shown(value, _grader_remote.Remote)
 
 
 class Bench:
@@ -161,7 +174,7 @@ class Bench:
         self.setup = setup
         self.entries = entries
         self.module = module
-        self.namespace = {"__name__": "tests", "__builtins__": builtins}
+        self.namespace = {"__name__": "tests", "__builtins__": builtins, **_grader_asserts.names(_failures)}
         self.requests = 0
         self.raised = []
         self.missing_names = []
@@ -227,11 +240,16 @@ class Bench:
                 return module.partition(".")[0] not in (self.module, "pytest", "__future__")
         return False
 
+    def compiled(self, tree):
+        """Compiles a program, with asserts that remember what they compared."""
+        _grader_asserts.rewrite(tree, [*self.entries, "candidate"])
+        return compile(tree, TEST_FILE, "exec", dont_inherit=True)
+
     def execute(self, tree, results):
         """Runs a test file's top level. Returns whether there is anything to go on with."""
-        bridge_errors().clear()
+        begin_test()
         try:
-            exec(compile(tree, TEST_FILE, "exec", dont_inherit=True), self.namespace)
+            exec(self.compiled(tree), self.namespace)
         except BaseException as error:
             if self.missing_names:
                 raise InvalidSubmission(self.missing_names[0]) from None
@@ -296,7 +314,7 @@ def _check(bench, source, results, options):
 def _script(bench, source, results, options):
     tree, imports = bench.parse(source)
     try:
-        code = compile(tree, TEST_FILE, "exec", dont_inherit=True)
+        code = bench.compiled(tree)
     except BaseException as error:
         raise BrokenTask(describe(error)) from None
     bench.prepare(imports)
@@ -315,13 +333,14 @@ def _matches(checker, example, error, output, flags):
         return example.exc_msg is None and checker.check_output(example.want, output, flags)
     if example.exc_msg is None:
         return False
-    # An exception that no built-in one can stand for carries its own name in its text.
-    text = (
-        f"{error}\n" if type(error) is RemoteError else traceback.format_exception_only(error)[-1]
+    # The submission's own exceptions may be written with their module and without.
+    text = traceback.format_exception_only(error)[-1]
+    return any(
+        doctest._strip_exception_details(form) == doctest._strip_exception_details(example.exc_msg)
+        if flags & doctest.IGNORE_EXCEPTION_DETAIL
+        else checker.check_output(example.exc_msg, form, flags)
+        for form in (text, text.removeprefix("solution."))
     )
-    if flags & doctest.IGNORE_EXCEPTION_DETAIL:
-        return doctest._strip_exception_details(text) == doctest._strip_exception_details(example.exc_msg)
-    return checker.check_output(example.exc_msg, text, flags)
 
 
 def _doctest(bench, source, results, options):
@@ -343,7 +362,7 @@ def _doctest(bench, source, results, options):
         name = f"line_{example.lineno + 1}"
         if flags & doctest.SKIP:
             continue
-        bridge_errors().clear()
+        begin_test()
         output = io.StringIO()
         error = failure = None
         try:
@@ -394,7 +413,7 @@ def _calls(bench, source, results, options):
         raise BrokenTask("the input of a call is not a JSON list of arguments")
     bench.prepare()
     for number, (arguments, expected) in enumerate(cases, 1):
-        bridge_errors().clear()
+        begin_test()
         error = wanted = shown = None
         try:
             got = eval(code, bench.namespace)(*arguments)

@@ -30,7 +30,7 @@ class _UnittestResult(unittest.TestResult):
 
     def startTest(self, test):
         super().startTest(test)
-        judge.bridge_errors().clear()
+        judge.begin_test()
         self._error = None
 
     def stopTest(self, test):
@@ -89,7 +89,7 @@ def _test_classes(namespace):
     return [
         value
         for value in namespace.values()
-        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
+        if _is_class_of_tests(value) and issubclass(value, unittest.TestCase)
     ]
 
 
@@ -343,12 +343,17 @@ def _arguments(function):
     return list(inspect.signature(function).parameters)
 
 
+def _is_class_of_tests(value):
+    """Whether a value is a class that the tests define; the submission may have classes of such names."""
+    return isinstance(value, type) and value.__module__ == "tests"
+
+
 def _functions(namespace):
     """Returns (name, the class it is in, function) of each test, in the order of the file."""
     for name, value in namespace.items():
         if name.startswith("test") and isinstance(value, types.FunctionType):
             yield name, None, value
-        elif name.startswith("Test") and isinstance(value, type) and not issubclass(value, unittest.TestCase):
+        elif name.startswith("Test") and _is_class_of_tests(value) and not issubclass(value, unittest.TestCase):
             for method, function in vars(value).items():
                 if method.startswith("test") and isinstance(function, types.FunctionType):
                     yield f"{name}.{method}", value, function

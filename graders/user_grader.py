@@ -56,7 +56,7 @@ def grade(bench, source, options):
         raise judge.BrokenTask(judge.describe(error)) from None
     bench.prepare()
     candidate = Candidate(options["source"])
-    judge.bridge_errors().clear()
+    judge.begin_test()
     try:
         namespace = bench.namespace
         exec(code, namespace)

@@ -85,6 +85,57 @@ fn each_assertion_of_a_check_is_a_test() {
     );
 }
 
+/// As in a list of tests: what a failed assert compared.
+#[rstest]
+#[case("check", "def check(candidate):\n    assert candidate(2) == 4")]
+#[case("pytest", "def test_a():\n    assert f(2) == 4")]
+#[case("script", "for n in [2]:\n    assert f(n) == 4")]
+fn a_failed_assert_says_what_it_compared(#[case] grader: &str, #[case] test: &str) {
+    let verdict = judge(grader, test, "def f(x): return [x]");
+    let test = &verdict.tests[0];
+    assert_eq!(
+        (test.expected.as_deref(), test.got.as_deref()),
+        (Some("4"), Some("[2]")),
+        "{verdict:?}"
+    );
+}
+
+#[test]
+fn an_exception_says_which_line_of_the_submission_it_came_from() {
+    let code = "def f(x):\n    return g(x)\ndef g(x):\n    raise ValueError('no')";
+    let verdict = judge("pytest", "def test_a():\n    f(1)", code);
+    assert_eq!(verdict.tests[0].line, Some(4), "{verdict:?}");
+}
+
+/// A class of the submission is no class of tests, whatever it is called.
+#[test]
+fn only_the_tests_own_classes_hold_tests() {
+    let request = GradeRequest {
+        grader: "pytest".to_owned(),
+        code: "class TestMe:\n    def test_nothing(self): pass".to_owned(),
+        tests: vec!["def test_a():\n    assert TestMe().test_nothing() == 1".to_owned()],
+        entry_points: vec!["TestMe".to_owned()],
+        ..GradeRequest::default()
+    };
+    let verdict = graders().grade(&request);
+    assert_eq!(outcomes(&verdict), [("test_a", false)]);
+}
+
+#[test]
+fn examples_may_expect_the_submissions_own_exceptions() {
+    let code = "class MyError(Exception): pass\ndef f(x): raise MyError('no')";
+    for named in ["MyError: no", "solution.MyError: no"] {
+        let example = format!(">>> f(1)\nTraceback (most recent call last):\n{named}\n");
+        assert_eq!(
+            judge("doctest", &example, code).reward,
+            Some(1.0),
+            "{named}"
+        );
+    }
+    let example = ">>> f(1)\nTraceback (most recent call last):\nValueError: no\n";
+    assert_eq!(judge("doctest", example, code).reward, Some(0.0));
+}
+
 #[test]
 fn a_check_that_breaks_off_fails_what_it_did_not_reach() {
     let check = "def check(candidate):\n    assert candidate(1) == 1\n    x = candidate(2).y\n    assert x\n";
@@ -757,6 +808,7 @@ fn a_submission_cannot_pretend_that_a_module_is_missing(#[case] grader: &str, #[
 )]
 #[case("doctest", ">>> try: f(1)\n... except BaseException: pass")]
 #[case("script", "try: f(1)\nexcept BaseException: pass")]
+#[case("script", "f(1)")]
 #[case(
     "python",
     "def grade(candidate, task):\n    try: candidate.f(1)\n    except BaseException: pass\n    return 1"
