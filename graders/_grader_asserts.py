@@ -49,6 +49,11 @@ class _Shortener(reprlib.Repr):
         return super().repr1(value, level)
 
 
+def shown(value, remote):
+    """Returns a value as Python writes it, shortened and safe; `remote` is the class of what stays in the submission."""
+    return _Shortener(remote).shown(value)
+
+
 def safe(text, limit=_TEXT_LIMIT):
     """Cuts a text, and escapes what is not meant to be seen: control characters, marks that turn the direction."""
     if not text.isascii() or not text.isprintable():
