@@ -50,7 +50,11 @@ impl RewardCase {
 }
 
 fn grader() -> UnitTestGrader {
-    grader_with(GradeLimits::default())
+    // A fifth of the default fuel: what never ends is to end soon.
+    grader_with(GradeLimits::for_candidate(&Limits {
+        fuel: 10_000_000_000,
+        ..GradeLimits::default().candidate
+    }))
 }
 
 fn grader_with(limits: GradeLimits) -> UnitTestGrader {
