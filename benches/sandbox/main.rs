@@ -1,7 +1,7 @@
 //! Isolation benchmarks: what a fresh or live interpreter costs per step, beside a native one.
 //!
 //! `cargo bench --bench sandbox [FILTER]`; `cargo bench --bench sandbox -- measure` answers the
-//! requests of `scripts/compare/sandbox.py` instead.
+//! requests of `scripts/compare/sandbox.py` instead, and `-- science` measures the science runtime.
 
 #![expect(
     clippy::print_stdout,
@@ -9,6 +9,7 @@
 )]
 
 mod measure;
+mod science;
 mod soak;
 
 use std::cell::LazyCell;
@@ -217,6 +218,15 @@ fn main() -> ExitCode {
         Some("measure") => {
             measure::serve().expect("standard streams work");
             return ExitCode::SUCCESS;
+        }
+        Some("science") => {
+            return match science::run() {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    println!("{error}");
+                    ExitCode::FAILURE
+                }
+            };
         }
         Some("soak") => return soak::run(arguments.get(1).and_then(|steps| steps.parse().ok())),
         _ => {}

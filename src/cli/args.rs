@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
-use crate::sandbox::{Limits, SandboxError};
+use crate::sandbox::{Limits, RuntimeName, SandboxError};
 
 /// Options of every command.
 #[derive(Debug, Args)]
@@ -47,6 +47,25 @@ pub(super) enum Format {
     Text,
     /// One JSON value
     Json,
+}
+
+/// Which Python runtime programs run in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(super) enum Runtime {
+    /// The embedded CPython
+    #[default]
+    Python,
+    /// A larger CPython with numpy, pandas and scipy, once `runtime build` has added it
+    Science,
+}
+
+impl From<Runtime> for RuntimeName {
+    fn from(runtime: Runtime) -> Self {
+        match runtime {
+            Runtime::Python => Self::Python,
+            Runtime::Science => Self::Science,
+        }
+    }
 }
 
 /// The run file and what overrides it.

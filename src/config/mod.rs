@@ -21,7 +21,7 @@ use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use crate::grader::RewardTerms;
-use crate::sandbox::{Meter, Restore};
+use crate::sandbox::{Meter, Restore, RuntimeName};
 use crate::task::Split;
 
 pub use error::{ConfigError, Issue};
@@ -222,6 +222,10 @@ pub struct SandboxConfig {
     /// Standard output and error kept of one tool call, each; 64KiB unless given.
     #[serde(with = "units::byte_size")]
     pub output: ByteSize,
+    /// Python runtime of the policy's tool calls: `python` unless given, or `science`, which has
+    /// numpy, pandas and scipy, and which `wardian runtime build` must have added. Scoring is done
+    /// in `python` in either case.
+    pub runtime: RuntimeName,
     /// Wheels, pure Python ones, whose packages programs and submissions can import; none unless
     /// given.
     pub wheels: Vec<PathBuf>,
@@ -247,6 +251,7 @@ impl Default for SandboxConfig {
             grade_fuel: 50_000_000_000,
             grade_deadline: Duration::from_secs(120),
             output: ByteSize::kib(64),
+            runtime: RuntimeName::default(),
             wheels: Vec::new(),
             workers: 0,
             restore: Restore::default(),

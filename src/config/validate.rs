@@ -5,9 +5,13 @@ use std::time::Duration;
 use bytesize::ByteSize;
 
 use super::{ConfigError, Issue, RunConfig, TrainMode};
+use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
 const MEMORY: (ByteSize, ByteSize) = (ByteSize::mib(64), ByteSize::gib(4));
+
+/// The science runtime needs 120 MiB for itself.
+const SCIENCE_MEMORY: ByteSize = ByteSize::mib(160);
 
 /// Longer than any scoring, short enough that a lost call does not look like a hung run.
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
@@ -176,6 +180,19 @@ impl RunConfig {
             "sandbox.memory",
             sandbox.memory,
             "make it from 64MiB, which the interpreter needs, to 4GiB, which wasm32 can address",
+        );
+        let is_science = sandbox.runtime == RuntimeName::Science;
+        issues.require(
+            !is_science || sandbox.memory >= SCIENCE_MEMORY,
+            "sandbox.memory",
+            sandbox.memory,
+            "make it at least 160MiB, most of which the science runtime needs for itself",
+        );
+        issues.require(
+            !is_science || sandbox.wheels.is_empty(),
+            "sandbox.wheels",
+            format!("{:?}", sandbox.wheels),
+            "leave it empty: the science runtime takes no further packages",
         );
         for (key, fuel) in [
             ("sandbox.fuel", sandbox.fuel),

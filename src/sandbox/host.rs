@@ -7,6 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use super::bridge::{Peer, Stage};
 use super::budget::Budget;
 use super::limits::{Limits, MemoryLimiter};
+use super::science::Files;
 
 /// 2026-01-01T00:00:00Z: where a guest's clock starts unless it is set.
 const CLOCK_START_NS: u64 = 1_767_225_600_000_000_000;
@@ -46,6 +47,8 @@ pub(super) struct Carried {
     pub(super) random: ChaCha8Rng,
     /// Whether the last program had arguments, which the next one must not see.
     pub(super) has_arguments: bool,
+    /// The files of a guest that does not keep them in its own memory.
+    pub(super) files: Option<Box<Files>>,
 }
 
 impl Host {
@@ -59,6 +62,7 @@ impl Host {
                 clock: Clock::default(),
                 random: ChaCha8Rng::seed_from_u64(0),
                 has_arguments: false,
+                files: None,
             },
             budget: Budget::default(),
             peer: Peer::None,

@@ -1,11 +1,14 @@
 //! One guest instance: a store with its memory, fuel, deadline and captured output.
 
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use serde_json::json;
 use wasmtime::{
-    Global, Memory, Store, Trap, TypedFunc, UpdateDeadline, Val, WasmParams, WasmResults,
+    GcHeapOutOfMemory, Global, Memory, Store, ThrownException, Trap, TypedFunc, UpdateDeadline,
+    Val, WasmParams, WasmResults,
 };
 
 use super::bridge::{Door, GuestFault, Link, Peer, Served, Stage};
@@ -17,7 +20,7 @@ use super::limits::Limits;
 use super::memory::{Changed, Slot, WASM_PAGE};
 use super::meter::METER;
 use super::outcome::{ExecOutcome, ExecRequest, Exit, Usage};
-use super::runtime::{Meter, Prepared};
+use super::runtime::{Interface, Meter, Prepared};
 use super::snapshot::STACK_POINTER;
 use super::wasi::ProcExit;
 
@@ -61,6 +64,11 @@ struct Exports {
     stack_at_rest: i32,
     /// `None` if wasmtime counts.
     gauge: Option<Gauge>,
+    calls: Calls,
+}
+
+/// The functions that `wasm-runtimes/README.md` names.
+struct OwnCalls {
     /// Missed only by a program with arguments.
     args: Option<TypedFunc<i32, ()>>,
     step: TypedFunc<(i32, i64), i32>,
@@ -68,6 +76,17 @@ struct Exports {
     serve: Door,
     /// For messages of the guest on the other side of the bridge; missed only by it.
     answer: Option<Door>,
+}
+
+/// How the guest is asked for something.
+#[derive(Clone)]
+enum Calls {
+    Own(Arc<OwnCalls>),
+    /// One function, which gets a line of JSON and a program, and the one that makes room for them.
+    Science {
+        allocate: TypedFunc<i32, i32>,
+        turn: TypedFunc<(i32, i32), i32>,
+    },
 }
 
 impl std::fmt::Debug for Exports {
@@ -105,8 +124,12 @@ impl Instance {
     }
 
     /// Begins the use of a fresh or restored instance: fuel and deadline run from now on.
-    pub(super) fn begin(&mut self, limits: &Limits) -> Result<(), SandboxError> {
-        *self.store.data_mut() = Host::new(limits);
+    pub(super) fn begin(
+        &mut self,
+        prepared: &Prepared,
+        limits: &Limits,
+    ) -> Result<(), SandboxError> {
+        *self.store.data_mut() = prepared.host(limits);
         self.limits = limits.clone();
         self.slot.begin();
         self.refuel()
@@ -149,7 +172,7 @@ impl Instance {
             (self.store, self.exports) = instantiate(prepared, &self.slot, &self.limits)?;
             return Ok(());
         }
-        *self.store.data_mut() = Host::new(&self.limits);
+        *self.store.data_mut() = prepared.host(&self.limits);
         // A trap or an exit leaves it where it was.
         let at_rest = Val::I32(self.exports.stack_at_rest);
         self.exports
@@ -201,12 +224,20 @@ impl Instance {
 
     /// Saves the guest's state at rest.
     pub(super) fn save(&self) -> Result<GuestState, SandboxError> {
+        let mut carried = self.store.data().carried.clone();
+        if carried
+            .files
+            .take()
+            .is_some_and(|files| !files.is_pristine())
+        {
+            return Err(SandboxError::FilesNotSaved);
+        }
         let changed = self.changed()?;
         let mut state = GuestState {
             memory_bytes: self.exports.memory.data_size(&self.store),
             pages: Vec::new(),
             content: Vec::new(),
-            carried: self.store.data().carried.clone(),
+            carried,
         };
         for (page, content) in changed.pages() {
             state.pages.push(page);
@@ -227,7 +258,11 @@ impl Instance {
         unsafe {
             self.slot.write(size, &state.pages, &state.content);
         }
-        self.store.data_mut().carried = state.carried.clone();
+        let carried = &mut self.store.data_mut().carried;
+        // What is saved has no files of its own.
+        let files = carried.files.take();
+        *carried = state.carried.clone();
+        carried.files = files;
         Ok(())
     }
 
@@ -262,7 +297,8 @@ impl Instance {
             return Err(SandboxError::SessionEnded { exit: exit.clone() });
         }
         let code = request.code.as_bytes();
-        if !request.argv.is_empty() && self.exports.args.is_none() {
+        let misses_args = matches!(&self.exports.calls, Calls::Own(own) if own.args.is_none());
+        if !request.argv.is_empty() && misses_args {
             return Err(SandboxError::MissingExport { name: "args" });
         }
         if request.stdin.len() > MAX_INPUT {
@@ -296,9 +332,7 @@ impl Instance {
         // What is cancelled does not begin.
         let ran = match self.store.data().budget.stop() {
             Some(stop @ Stop::Cancelled) => Err(stop.into()),
-            _ => self
-                .send_arguments(&arguments)
-                .and_then(|()| self.run_step(code, seed)),
+            _ => self.run_step(code, &request.argv, &arguments, seed),
         };
         let exit = match ran {
             Ok(exit) => exit,
@@ -334,8 +368,10 @@ impl Instance {
                 limit: MAX_MESSAGE,
             });
         }
-        let door = self.exports.serve.clone();
-        match self.exchange(&door, request) {
+        let Calls::Own(own) = self.exports.calls.clone() else {
+            return Err(SandboxError::ScienceDoesNotGrade);
+        };
+        match self.exchange(&own.serve, request) {
             Ok(reply) => Ok(Served::Reply(reply)),
             Err(error) => Ok(Served::Ended(self.end(error)?)),
         }
@@ -365,7 +401,11 @@ impl Instance {
         if let Some(exit) = &self.ended {
             return Ok(Served::Ended(exit.clone()));
         }
-        let Some(door) = self.exports.answer.clone() else {
+        let door = match &self.exports.calls {
+            Calls::Own(own) => own.answer.clone(),
+            Calls::Science { .. } => None,
+        };
+        let Some(door) = door else {
             return Err(SandboxError::MissingExport { name: "answer" });
         };
         self.store.data_mut().peer = Peer::Suspended(asker);
@@ -402,22 +442,53 @@ impl Instance {
     }
 
     /// Gives the guest its arguments, unless it has none and had none.
-    fn send_arguments(&mut self, arguments: &[u8]) -> wasmtime::Result<()> {
-        let Some(args) = self.exports.args.clone() else {
+    fn send_arguments(
+        &mut self,
+        args: Option<&TypedFunc<i32, ()>>,
+        serve: &Door,
+        arguments: &[u8],
+    ) -> wasmtime::Result<()> {
+        let Some(args) = args else {
             return Ok(());
         };
         if arguments.is_empty() && !self.store.data().carried.has_arguments {
             return Ok(());
         }
-        let length = self.send(arguments)?;
+        let length = self.send(serve, arguments)?;
         self.store.data_mut().carried.has_arguments = !arguments.is_empty();
-        self.call(&args, length)
+        self.call(args, length)
     }
 
-    fn run_step(&mut self, code: &[u8], seed: i64) -> wasmtime::Result<Exit> {
-        let length = self.send(code)?;
-        let step = self.exports.step.clone();
-        let status = self.call(&step, (length, seed))?;
+    fn run_step(
+        &mut self,
+        code: &[u8],
+        argv: &[String],
+        c_arguments: &[u8],
+        seed: i64,
+    ) -> wasmtime::Result<Exit> {
+        let status = match self.exports.calls.clone() {
+            Calls::Own(own) => {
+                self.send_arguments(own.args.as_ref(), &own.serve, c_arguments)?;
+                let length = self.send(&own.serve, code)?;
+                self.call(&own.step, (length, seed))?
+            }
+            Calls::Science { allocate, turn } => {
+                let seed = (seed != KEEP_RANDOM_STATE).then_some(seed);
+                let head = json!({ "seed": seed, "arguments": argv }).to_string();
+                let frame = [head.as_bytes(), b"\n", code].concat();
+                let length = i32::try_from(frame.len()).expect("checked against `MAX_MESSAGE`");
+                self.slot.use_here();
+                let pointer = self.call(&allocate, length)?;
+                // Without memory for it the guest says so.
+                if pointer != 0 {
+                    self.exports
+                        .memory
+                        .write(&mut self.store, pointer.cast_unsigned() as usize, &frame)
+                        .map_err(|_| wasmtime::Error::new(GuestFault::NoBuffer))?;
+                }
+                self.call(&turn, (pointer, length))?
+            }
+        };
         let memory = &self.store.data().memory;
         let (limit, requested) = (memory.limit(), memory.denied());
         Ok(match u8::try_from(status) {
@@ -438,9 +509,9 @@ impl Instance {
     }
 
     /// Puts `bytes` into the guest's buffer and returns their number.
-    fn send(&mut self, bytes: &[u8]) -> wasmtime::Result<i32> {
+    fn send(&mut self, door: &Door, bytes: &[u8]) -> wasmtime::Result<i32> {
         self.slot.use_here();
-        let result = self.exports.serve.send(&mut self.store, bytes);
+        let result = door.send(&mut self.store, bytes);
         self.note_fuel();
         result
     }
@@ -497,6 +568,13 @@ impl Instance {
                     Exit::Trapped { reason }
                 }
             }
+        } else if error.is::<ThrownException>() || error.is::<GcHeapOutOfMemory<()>>() {
+            match requested {
+                Some(_) => out_of_memory,
+                None => Exit::Trapped {
+                    reason: "uncaught exception of the interpreter".to_owned(),
+                },
+            }
         } else if let Some(fault) = error.downcast_ref::<GuestFault>() {
             match fault {
                 _ if requested.is_some() => out_of_memory,
@@ -546,7 +624,7 @@ fn instantiate(
     slot: &Slot,
     limits: &Limits,
 ) -> Result<(Store<Host>, Exports), SandboxError> {
-    let mut store = Store::new(prepared.engine(), Host::new(limits));
+    let mut store = Store::new(prepared.engine(), prepared.host(limits));
     store.limiter(|host| &mut host.memory);
     if prepared.meter() == Meter::Instructions {
         store.epoch_deadline_callback(|store| match store.data().budget.stop() {
@@ -557,6 +635,21 @@ fn instantiate(
     let instance = slot
         .hand_over(|| prepared.guest().instantiate(&mut store))
         .map_err(SandboxError::engine("instantiating the guest"))?;
+    let memory = instance
+        .get_memory(&mut store, "memory")
+        .ok_or(SandboxError::MissingExport { name: "memory" })?;
+    // A guest that grew while it was started has a larger image than its module says.
+    let missing = prepared
+        .image_size()
+        .saturating_sub(memory.data_size(&store))
+        / WASM_PAGE;
+    if missing > 0 {
+        memory
+            .grow(&mut store, missing as u64)
+            .map_err(SandboxError::engine(
+                "growing the guest's memory to its image",
+            ))?;
+    }
 
     macro_rules! function {
         ($name:literal) => {
@@ -575,13 +668,30 @@ fn instantiate(
     let memory = instance
         .get_memory(&mut store, "memory")
         .ok_or(SandboxError::MissingExport { name: "memory" })?;
-    let serve = Door {
-        memory,
-        buf: function!("buf"),
-        function: function!("serve"),
-        reply_ptr: function!("reply_ptr"),
+    let calls = match prepared.interface() {
+        Interface::Own => {
+            let serve = Door {
+                memory,
+                buf: function!("buf"),
+                function: function!("serve"),
+                reply_ptr: function!("reply_ptr"),
+            };
+            let answer = instance.get_typed_func(&mut store, "answer").ok();
+            Calls::Own(Arc::new(OwnCalls {
+                args: instance.get_typed_func(&mut store, "args").ok(),
+                step: function!("step"),
+                answer: answer.map(|function| Door {
+                    function,
+                    ..serve.clone()
+                }),
+                serve,
+            }))
+        }
+        Interface::Science => Calls::Science {
+            allocate: function!("host_alloc"),
+            turn: function!("turn"),
+        },
     };
-    let answer = instance.get_typed_func(&mut store, "answer").ok();
     let exports = Exports {
         memory,
         stack_pointer,
@@ -593,13 +703,7 @@ fn instantiate(
                 Some(gauge.ok_or(SandboxError::MissingExport { name: METER })?)
             }
         },
-        args: instance.get_typed_func(&mut store, "args").ok(),
-        step: function!("step"),
-        answer: answer.map(|function| Door {
-            function,
-            ..serve.clone()
-        }),
-        serve,
+        calls,
     };
     Ok((store, exports))
 }

@@ -35,7 +35,8 @@ const MAX_FUEL: u64 = i64::MAX as u64;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Linear memory, the interpreter's own 40 MiB included; default 256 MiB.
+    /// Linear memory, what the interpreter needs included: 40 MiB, 113 in the science runtime;
+    /// default 256 MiB.
     #[serde(with = "super::byte_size")]
     pub memory: ByteSize,
     /// Units of work per call; default 20 billion, mostly two to six seconds of Python.

@@ -155,7 +155,7 @@ impl Lease {
         if lease.instance.is_none() {
             lease.instance = Some(Instance::new(runtime.prepared())?);
         }
-        lease.begin(limits)?;
+        lease.begin(runtime.prepared(), limits)?;
         Ok(lease)
     }
 
@@ -168,7 +168,7 @@ impl Lease {
     pub(super) fn renew(&mut self, limits: &Limits) -> Result<(), SandboxError> {
         let runtime = self.runtime.clone();
         self.restore(runtime.prepared())?;
-        self.begin(limits)
+        self.begin(runtime.prepared(), limits)
     }
 
     /// Returns the most instances that there may be.

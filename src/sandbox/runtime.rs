@@ -15,13 +15,14 @@ use super::cache::CacheFolder;
 use super::cancel::Cancel;
 use super::compiled::{CompiledGuest, Progress};
 use super::error::SandboxError;
-use super::guest::Guest;
+use super::guest::{Guest, Source};
 use super::host::Host;
 use super::limits::Limits;
-use super::memory::{Creator, Image, Pagemap, Slot};
+use super::memory::{Creator, EXCEPTIONS, Image, Pagemap, Slot};
 use super::outcome::{ExecOutcome, ExecRequest, Exit};
 use super::pool::{Lease, Pool, Statistics};
 use super::saved::Snapshot;
+use super::science::{self, Files};
 use super::session::Session;
 use super::{Sandbox, bridge, budget, wasi};
 
@@ -30,15 +31,36 @@ use super::{Sandbox, bridge, budget, wasi};
 pub(super) const EPOCH_TICK: Duration = Duration::from_millis(5);
 
 const MIB: usize = 1 << 20;
-/// Native stack for guest code. Python's own limit on nested C calls needs less, so a program
-/// that recurses meets `RecursionError`, not a trap.
-pub(super) const WASM_STACK: usize = 4 * MIB;
-/// The stack guest calls run on: guest code, and the host functions it calls.
-pub(super) const ASYNC_STACK: usize = WASM_STACK + 2 * MIB;
 /// Reserved for each memory, so that no access needs a bounds check.
 const MEMORY_RESERVATION: u64 = 4 << 30;
 /// Unmapped behind that, for constant offsets.
-const MEMORY_GUARD: usize = 32 * MIB;
+pub(super) const MEMORY_GUARD: usize = 32 * MIB;
+
+/// What a guest and the host ask of each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Interface {
+    /// As `wasm-runtimes/README.md` says.
+    Own,
+    /// That of the science runtime's guest.
+    Science,
+}
+
+impl Interface {
+    /// Returns the native stack for guest code. Python's own limit on nested C calls needs less, so
+    /// a program that recurses meets `RecursionError`, not a trap; the science runtime's guest
+    /// has none that can be relied on.
+    pub(super) fn wasm_stack(self) -> usize {
+        match self {
+            Self::Own => 4 * MIB,
+            Self::Science => 16 * MIB,
+        }
+    }
+
+    /// Returns the stack that guest calls run on: guest code, and the host functions it calls.
+    pub(super) fn async_stack(self) -> usize {
+        self.wasm_stack() + 2 * MIB
+    }
+}
 
 /// How to load a [`WasmRuntime`].
 #[derive(Debug, Clone)]
@@ -152,6 +174,9 @@ pub(super) struct Prepared {
     engine: Engine,
     guest: InstancePre<Host>,
     guest_id: blake3::Hash,
+    interface: Interface,
+    /// What a fresh guest finds, if the host keeps its files.
+    files: Option<Box<Files>>,
     image: Arc<Image>,
     /// Absent on kernels that cannot tell which pages were written, and where it is not wanted.
     pagemap: Option<Arc<Pagemap>>,
@@ -179,14 +204,21 @@ impl Prepared {
                 })
                 .ok(),
         };
+        let interface = options.guest.interface();
+        let files = match options.guest.source() {
+            Source::Module(_) => None,
+            Source::Science(parts) => Some(Box::new(science::fresh_files(parts)?)),
+        };
         Ok(Self {
-            guest: link(&engine, &compiled.module)?,
+            guest: link(&engine, &compiled.module, interface)?,
             guest_id: compiled.id,
+            interface,
+            files,
             engine,
             image: Arc::new(compiled.image),
             pagemap: pagemap.map(Arc::new),
             restore: options.restore,
-            meter: options.meter,
+            meter: options.guest.meter(options.meter),
             audit_every: options.audit_every,
             restores: AtomicU32::new(0),
         })
@@ -214,8 +246,21 @@ impl Prepared {
         self.meter
     }
 
+    pub(super) fn interface(&self) -> Interface {
+        self.interface
+    }
+
+    /// Makes the host's side of a fresh guest.
+    pub(super) fn host(&self, limits: &Limits) -> Host {
+        let mut host = Host::new(limits);
+        host.carried.files.clone_from(&self.files);
+        host
+    }
+
+    /// Returns whether every guest gets a store of its own: where that is asked for, and where a
+    /// guest may leave exceptions in its store.
     pub(super) fn reinstantiates(&self) -> bool {
-        self.restore == Restore::Reinstantiate
+        self.restore == Restore::Reinstantiate || self.interface == Interface::Science
     }
 
     /// Counts a restore, and returns whether it is to be audited.
@@ -254,15 +299,16 @@ impl WasmRuntime {
         options: &RuntimeOptions,
         mut progress: impl FnMut(Progress),
     ) -> Result<Self, SandboxError> {
-        let engine = engine(options.meter)?;
+        let meter = options.guest.meter(options.meter);
+        let engine = engine(meter, options.guest.interface())?;
         let guest = CompiledGuest::load(
             &engine,
             &options.guest,
-            options.meter,
+            meter,
             &options.cache,
             &mut progress,
         )?;
-        let ticker = match options.meter {
+        let ticker = match meter {
             Meter::Loops => None,
             Meter::Instructions => Some(Ticker::start(&engine)?),
         };
@@ -386,12 +432,19 @@ impl Sandbox for WasmRuntime {
 }
 
 /// Resolves the guest's imports.
-pub(super) fn link(engine: &Engine, module: &Module) -> Result<InstancePre<Host>, SandboxError> {
+pub(super) fn link(
+    engine: &Engine,
+    module: &Module,
+    interface: Interface,
+) -> Result<InstancePre<Host>, SandboxError> {
     let mut linker = Linker::new(engine);
-    wasi::add_to_linker(&mut linker)
-        .and_then(|()| bridge::add_to_linker(&mut linker))
-        .and_then(|()| budget::add_to_linker(&mut linker))
-        .map_err(SandboxError::engine("defining the host functions"))?;
+    let defined = match interface {
+        Interface::Own => wasi::add_to_linker(&mut linker)
+            .and_then(|()| bridge::add_to_linker(&mut linker))
+            .and_then(|()| budget::add_to_linker(&mut linker)),
+        Interface::Science => science::add_to_linker(&mut linker),
+    };
+    defined.map_err(SandboxError::engine("defining the host functions"))?;
     let mut probe = Store::new(engine, Host::new(&Limits::default()));
     for import in module.imports() {
         if linker.get_by_import(&mut probe, &import).is_none() {
@@ -407,14 +460,14 @@ pub(super) fn link(engine: &Engine, module: &Module) -> Result<InstancePre<Host>
 }
 
 /// Makes the engine that guests run on.
-fn engine(meter: Meter) -> Result<Engine, SandboxError> {
+fn engine(meter: Meter, interface: Interface) -> Result<Engine, SandboxError> {
     let counts_instructions = meter == Meter::Instructions;
     let mut config = Config::new();
     config
         .consume_fuel(counts_instructions)
         .epoch_interruption(counts_instructions)
-        .max_wasm_stack(WASM_STACK)
-        .async_stack_size(ASYNC_STACK)
+        .max_wasm_stack(interface.wasm_stack())
+        .async_stack_size(interface.async_stack())
         .memory_reservation(MEMORY_RESERVATION)
         .memory_guard_size(MEMORY_GUARD as u64)
         .memory_may_move(false)
@@ -423,7 +476,28 @@ fn engine(meter: Meter) -> Result<Engine, SandboxError> {
         .wasm_backtrace_max_frames(None)
         .generate_address_map(false)
         .native_unwind_info(false);
+    match interface {
+        Interface::Own => refuse_exceptions(&mut config),
+        Interface::Science => {
+            config
+                .wasm_gc(false)
+                .wasm_exceptions(true)
+                // Exceptions are all that is in it.
+                .gc_heap_reservation(EXCEPTIONS as u64)
+                .gc_heap_guard_size(0)
+                .gc_heap_may_move(false);
+        }
+    }
     Engine::new(&config).map_err(SandboxError::engine("setting up wasmtime"))
+}
+
+/// Leaves off what no guest of ours needs.
+pub(super) fn refuse_exceptions(config: &mut Config) {
+    config
+        .wasm_exceptions(false)
+        .wasm_gc(false)
+        .wasm_function_references(false)
+        .gc_support(false);
 }
 
 /// The thread that advances the engine's epoch.

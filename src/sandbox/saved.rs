@@ -193,6 +193,7 @@ impl Snapshot {
                     clock,
                     random,
                     has_arguments,
+                    files: None,
                 },
             },
         })

@@ -1,7 +1,8 @@
 //! The WASI preview 1 that guests see: standard streams, a clock, randomness, an exit.
 //!
 //! These six functions are all there is. Files are the guest's own, in its memory; a guest that
-//! imports anything else, such as `path_open`, fails at load.
+//! imports anything else, such as `path_open`, fails at load. The science runtime's guest has no
+//! file system of its own, and gets more: see [`science`](super::science).
 //!
 //! The layouts and numbers are those of the `wasi_snapshot_preview1` witx files.
 
@@ -13,7 +14,7 @@ use super::host::Host;
 pub(super) const MODULE: &str = "wasi_snapshot_preview1";
 
 /// POSIX's `IOV_MAX`: more buffers in one call are refused.
-const MAX_BUFFERS: u32 = 1024;
+pub(super) const MAX_BUFFERS: u32 = 1024;
 /// More events in one `poll_oneoff` are refused.
 const MAX_SUBSCRIPTIONS: u32 = 64;
 /// The `realtime` clock id; 1–3 are monotonic and CPU clocks.
@@ -21,12 +22,24 @@ const CLOCK_REALTIME: u32 = 0;
 const CLOCK_LAST: u32 = 3;
 
 /// The `errno` values in use.
-#[derive(Debug, Clone, Copy)]
-enum Errno {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Errno {
     BadFile = 8,
+    Exists = 20,
     Fault = 21,
+    TooLarge = 22,
     Invalid = 28,
+    InputOutput = 29,
+    IsAFolder = 31,
+    TooManyOpen = 33,
+    NameTooLong = 37,
+    NotFound = 44,
+    NoSpace = 51,
+    NotAFolder = 54,
+    NotEmpty = 55,
     NotSupported = 58,
+    ReadOnly = 69,
+    SeekOnPipe = 70,
 }
 
 /// The error by which `proc_exit` unwinds the guest.
@@ -90,7 +103,7 @@ fn add_streams(linker: &mut Linker<Host>) -> Result<()> {
     Ok(())
 }
 
-fn add_process(linker: &mut Linker<Host>) -> Result<()> {
+pub(super) fn add_process(linker: &mut Linker<Host>) -> Result<()> {
     linker.func_wrap(MODULE, "proc_exit", |code: u32| -> Result<()> {
         Err(wasmtime::Error::new(ProcExit { code }))
     })?;
@@ -107,7 +120,7 @@ fn add_process(linker: &mut Linker<Host>) -> Result<()> {
     Ok(())
 }
 
-fn add_time(linker: &mut Linker<Host>) -> Result<()> {
+pub(super) fn add_time(linker: &mut Linker<Host>) -> Result<()> {
     linker.func_wrap(
         MODULE,
         "clock_time_get",
@@ -154,7 +167,7 @@ fn add_time(linker: &mut Linker<Host>) -> Result<()> {
 }
 
 /// Runs `body` over the guest's memory and turns its result into an errno.
-fn respond(
+pub(super) fn respond(
     caller: &mut Caller<'_, Host>,
     body: impl FnOnce(&mut [u8], &mut Host) -> Result<(), Errno>,
 ) -> u32 {
@@ -176,7 +189,7 @@ fn known_clock(id: u32) -> Result<(), Errno> {
     }
 }
 
-fn checked_count(count: u32, limit: u32) -> Result<u32, Errno> {
+pub(super) fn checked_count(count: u32, limit: u32) -> Result<u32, Errno> {
     if count <= limit {
         Ok(count)
     } else {
@@ -184,7 +197,7 @@ fn checked_count(count: u32, limit: u32) -> Result<u32, Errno> {
     }
 }
 
-fn offset(base: u32, index: u32, size: u32) -> Result<u32, Errno> {
+pub(super) fn offset(base: u32, index: u32, size: u32) -> Result<u32, Errno> {
     index
         .checked_mul(size)
         .and_then(|bytes| base.checked_add(bytes))
@@ -192,36 +205,36 @@ fn offset(base: u32, index: u32, size: u32) -> Result<u32, Errno> {
 }
 
 /// Reads the `index`th `iovec`: pointer and length.
-fn buffer_at(memory: &[u8], buffers: u32, index: u32) -> Result<(u32, u32), Errno> {
+pub(super) fn buffer_at(memory: &[u8], buffers: u32, index: u32) -> Result<(u32, u32), Errno> {
     let entry = slice(memory, offset(buffers, index, 8)?, 8)?;
     Ok((u32_at(entry, 0), u32_at(entry, 4)))
 }
 
 /// Reads a little-endian number from bytes that are known to hold it.
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("a slice of 4 bytes"))
 }
 
 /// Reads a little-endian number from bytes that are known to hold it.
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("a slice of 8 bytes"))
 }
 
-fn slice(memory: &[u8], pointer: u32, length: u32) -> Result<&[u8], Errno> {
+pub(super) fn slice(memory: &[u8], pointer: u32, length: u32) -> Result<&[u8], Errno> {
     let start = pointer as usize;
     memory
         .get(start..start + length as usize)
         .ok_or(Errno::Fault)
 }
 
-fn slice_mut(memory: &mut [u8], pointer: u32, length: u32) -> Result<&mut [u8], Errno> {
+pub(super) fn slice_mut(memory: &mut [u8], pointer: u32, length: u32) -> Result<&mut [u8], Errno> {
     let start = pointer as usize;
     memory
         .get_mut(start..start + length as usize)
         .ok_or(Errno::Fault)
 }
 
-fn put(memory: &mut [u8], pointer: u32, bytes: &[u8]) -> Result<(), Errno> {
+pub(super) fn put(memory: &mut [u8], pointer: u32, bytes: &[u8]) -> Result<(), Errno> {
     let start = pointer as usize;
     memory
         .get_mut(start..start + bytes.len())

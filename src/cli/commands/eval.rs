@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::runtime::load_sandbox;
+use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -45,13 +45,13 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
     }
     // Tasks that are named are measured on, whole; training tasks are not needed.
     let resolved = setup::resolve_for_eval(&config_args)?;
-    let sandbox = load_sandbox(&resolved.config.sandbox, printer)?;
+    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
     let Loaded {
         config,
         policy,
         workbench,
         scratch: _scratch,
-    } = setup::load(resolved, sandbox, false)?;
+    } = setup::load(resolved, sandboxes, false)?;
     let tasks = evaluation_tasks(&config).map_err(Failure::from)?;
     let mut engine = new_engine(&config, &policy).map_err(Failure::from)?;
     let mut progress = Progress::new(printer, "measuring", tasks.len() * config.eval.samples);

@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::runtime::load_runtime;
 use crate::cli::ExitStatus;
-use crate::cli::args::{Format, LimitArgs};
+use crate::cli::args::{Format, LimitArgs, Runtime};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::sandbox::{ExecRequest, Exit};
@@ -33,6 +33,9 @@ pub(in crate::cli) struct ExecArgs {
     /// Seconds since 1970 that the program's clock starts at; the year 2026 unless given
     #[arg(long, value_name = "SECONDS")]
     start_time: Option<u64>,
+    /// Python runtime to use
+    #[arg(long, value_enum, default_value_t)]
+    runtime: Runtime,
     /// Wheel whose package the program can import, pure Python; may be repeated
     #[arg(long = "wheel", value_name = "FILE")]
     wheels: Vec<PathBuf>,
@@ -56,7 +59,7 @@ pub(in crate::cli) fn run(args: &ExecArgs, printer: &Printer) -> Outcome {
         seed: Some(args.seed),
         start_time: args.start_time,
     };
-    let runtime = load_runtime(&args.wheels, printer)?;
+    let runtime = load_runtime(args.runtime, &args.wheels, printer)?;
     let outcome = runtime.exec(&request, &limits).map_err(Failure::internal)?;
     if args.format == Format::Json {
         printer.json(&outcome).map_err(Failure::internal)?;

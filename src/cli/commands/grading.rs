@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 
 use super::runtime::load_runtime;
-use crate::cli::args::LimitArgs;
+use crate::cli::args::{LimitArgs, Runtime};
 use crate::cli::failure::Failure;
 use crate::cli::printer::Printer;
 use crate::grader::{GradeLimits, GraderRegistry, RewardTerms};
@@ -52,7 +52,8 @@ impl GradingArgs {
     pub(super) fn graders(&self, printer: &Printer) -> Result<(GraderRegistry, u64), Failure> {
         let defaults = GradeLimits::default().candidate;
         let limits = self.limits.over(&defaults).map_err(Failure::usage)?;
-        let sandbox: Arc<dyn Sandbox> = Arc::new(load_runtime(&self.wheels, printer)?);
+        let sandbox: Arc<dyn Sandbox> =
+            Arc::new(load_runtime(Runtime::Python, &self.wheels, printer)?);
         let graders = GraderRegistry::standard(&sandbox, &GradeLimits::for_candidate(&limits));
         Ok((graders, limits.fuel))
     }

@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use super::runtime::Sandboxes;
 use crate::cli::args::ConfigArgs;
 use crate::cli::failure::Failure;
 use crate::config::RunConfig;
 use crate::engine::model::{LoraAdapter, Trainable};
 use crate::grader::{GradeLimits, GraderRegistry};
 use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
-use crate::sandbox::{CacheFolder, Limits, Sandbox};
+use crate::sandbox::{CacheFolder, Limits};
 
 /// A configuration, with the starter's names replaced by paths.
 #[derive(Debug)]
@@ -136,7 +137,7 @@ pub(super) fn resolve_for_eval(args: &ConfigArgs) -> Result<Resolved, Failure> {
 /// Loads the policy, trainable or not, and puts the workbench together.
 pub(super) fn load(
     resolved: Resolved,
-    sandbox: Arc<dyn Sandbox>,
+    sandboxes: Sandboxes,
     is_trained: bool,
 ) -> Result<Loaded, Failure> {
     let config = resolved.config;
@@ -146,7 +147,7 @@ pub(super) fn load(
         Trainable::Frozen
     };
     let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
-    let workbench = workbench(&config, &policy, sandbox);
+    let workbench = workbench(&config, &policy, sandboxes);
     Ok(Loaded {
         config,
         policy,
@@ -156,19 +157,15 @@ pub(super) fn load(
 }
 
 /// Puts the workbench together.
-pub(super) fn workbench(
-    config: &RunConfig,
-    policy: &Policy,
-    sandbox: Arc<dyn Sandbox>,
-) -> Workbench {
+pub(super) fn workbench(config: &RunConfig, policy: &Policy, sandboxes: Sandboxes) -> Workbench {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.grade_fuel,
         deadline: config.sandbox.grade_deadline,
         ..Limits::default()
     });
-    let graders = GraderRegistry::standard(&sandbox, &limits);
-    Workbench::new(config, policy, sandbox, Arc::new(graders))
+    let graders = GraderRegistry::standard(&sandboxes.grading, &limits);
+    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders))
 }
 
 /// Returns `runs/<time>-<name>`.

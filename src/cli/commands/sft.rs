@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::runtime::load_sandbox;
+use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::ConfigArgs;
@@ -65,7 +65,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     }
     let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
     let resolved = setup::resolve(&args.config)?;
-    let sandbox = load_sandbox(&resolved.config.sandbox, printer)?;
+    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
     let Loaded {
         config,
         policy,
@@ -75,7 +75,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         let config = resolved.config;
         let policy =
             Policy::from_scratch(config.model.path.as_ref(), config.seed).map_err(Failure::from)?;
-        let workbench = setup::workbench(&config, &policy, sandbox);
+        let workbench = setup::workbench(&config, &policy, sandboxes);
         Loaded {
             config,
             policy,
@@ -83,7 +83,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
             scratch: resolved.scratch,
         }
     } else {
-        setup::load(resolved, sandbox, true)?
+        setup::load(resolved, sandboxes, true)?
     };
     let options = SftOptions {
         steps: args.steps,

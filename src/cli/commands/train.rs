@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use clap::Args;
 
-use super::runtime::load_sandbox;
+use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -47,13 +47,13 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         None => setup::default_run_folder(&resolved),
     };
     let name = resolved.name.clone();
-    let sandbox = load_sandbox(&resolved.config.sandbox, printer)?;
+    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
     let Loaded {
         config,
         policy,
         workbench,
         scratch: _scratch,
-    } = setup::load(resolved, sandbox, true)?;
+    } = setup::load(resolved, sandboxes, true)?;
     printer.note(&format!(
         "Training {name} ({:.2} M parameters), {}",
         policy.decoder.parameter_count() as f64 / 1e6,

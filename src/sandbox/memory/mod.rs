@@ -18,7 +18,7 @@ mod tests;
 
 pub(super) use image::{Image, write_sparse};
 pub(super) use pagemap::Pagemap;
-pub(super) use slot::{Changed, Creator, Slot};
+pub(super) use slot::{Changed, Creator, EXCEPTIONS, Slot};
 
 /// Bytes of a page of the machine.
 pub(super) const PAGE: usize = 4096;

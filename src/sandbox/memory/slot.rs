@@ -581,9 +581,13 @@ unsafe impl MemoryCreator for Creator {
         reserved: Option<usize>,
         guard: usize,
     ) -> Result<Box<dyn LinearMemory>, String> {
+        // A store whose guest may throw asks for memory for its exceptions as well, without a guard.
+        if guard == 0 {
+            return Ok(Box::new(ExceptionHeap::new(minimum, reserved)?));
+        }
         let mapping = HANDED_OVER.take().ok_or("no slot was handed over")?;
         let image = mapping.image.len();
-        if minimum != image {
+        if minimum > image {
             return Err(format!(
                 "a memory of {minimum} bytes for an image of {image}"
             ));
@@ -593,14 +597,88 @@ unsafe impl MemoryCreator for Creator {
         }
         Ok(Box::new(SlotMemory {
             mapping,
-            size: image,
+            size: minimum,
         }))
+    }
+}
+
+/// The most bytes of the exceptions that one guest has in flight. They are collected when it is
+/// full, and what is in flight is bounded by the stack.
+pub(in crate::sandbox) const EXCEPTIONS: usize = 16 << 20;
+
+/// Memory for a store's exceptions: all of it there from the start, and never moved.
+#[derive(Debug)]
+struct ExceptionHeap {
+    start: NonNull<u8>,
+    size: usize,
+}
+
+// SAFETY: an address range is not tied to a thread; only the store that owns the heap uses it.
+#[expect(unsafe_code, reason = "a pointer to memory with one user at a time")]
+unsafe impl Send for ExceptionHeap {}
+// SAFETY: as above.
+#[expect(unsafe_code, reason = "a pointer to memory with one user at a time")]
+unsafe impl Sync for ExceptionHeap {}
+
+impl ExceptionHeap {
+    fn new(size: usize, reserved: Option<usize>) -> Result<Self, String> {
+        let wanted = size.max(reserved.unwrap_or(0));
+        if wanted > EXCEPTIONS {
+            return Err(format!("{wanted} bytes are too many for exceptions"));
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        #[expect(unsafe_code, reason = "mapping memory")]
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                EXCEPTIONS,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
+        let start = start.map_err(|error| error.to_string())?;
+        let start = NonNull::new(start.cast()).ok_or("mapped at address 0")?;
+        Ok(Self { start, size })
+    }
+}
+
+impl Drop for ExceptionHeap {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and wasmtime is done with it. Nothing can be done about a
+        // failure.
+        #[expect(unsafe_code, reason = "unmapping our own mapping")]
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), EXCEPTIONS) };
+    }
+}
+
+// SAFETY: `EXCEPTIONS` bytes are accessible for the life of the heap, at the same place.
+#[expect(unsafe_code, reason = "memory for wasmtime")]
+unsafe impl LinearMemory for ExceptionHeap {
+    fn byte_size(&self) -> usize {
+        self.size
+    }
+
+    fn byte_capacity(&self) -> usize {
+        EXCEPTIONS
+    }
+
+    fn grow_to(&mut self, size: usize) -> wasmtime::Result<()> {
+        if size > EXCEPTIONS {
+            return Err(wasmtime::Error::msg("too many exceptions at once"));
+        }
+        self.size = size;
+        Ok(())
+    }
+
+    fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
     }
 }
 
 /// A slot as wasmtime sees it.
 struct SlotMemory {
     mapping: Arc<Mapping>,
+    /// Less than the image until the memory has grown to it, which changes no content.
     size: usize,
 }
 

@@ -7,7 +7,7 @@ use super::super::budget::{Gauge, Stop};
 use super::super::cancel::Cancel;
 use super::super::host::Host;
 use super::super::limits::Limits;
-use super::super::runtime::link;
+use super::super::runtime::{Interface, link};
 use super::*;
 
 /// Longer than any test here.
@@ -37,7 +37,7 @@ impl Metered {
         let engine = Engine::new(&Config::new()).unwrap();
         let module = Module::new(&engine, meter(wasm).unwrap()).unwrap();
         let mut store = Store::new(&engine, Host::new(&Limits::default()));
-        let linked = link(&engine, &module).unwrap();
+        let linked = link(&engine, &module, Interface::Own).unwrap();
         let instance = linked.instantiate(&mut store).unwrap();
         let gauge = Gauge::find(&instance, &mut store).unwrap();
         Self {

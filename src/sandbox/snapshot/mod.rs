@@ -9,15 +9,15 @@
 
 use bytesize::ByteSize;
 use wasm_encoder::reencode::{Reencode as _, RoundtripReencoder};
-use wasmparser::{ExternalKind, Operator, Parser, Payload, TypeRef, ValType};
+use wasmparser::{ExternalKind, Operator, Parser, Payload, RefType, TypeRef, ValType};
 use wasmtime::{Config, Engine, Module, OptLevel, RegallocAlgorithm, Store};
 
 use super::error::SandboxError;
-use super::guest::Guest;
+use super::guest::ModuleAndInput;
 use super::host::{Host, Input};
 use super::instance::on_own_stack;
 use super::limits::Limits;
-use super::runtime::{ASYNC_STACK, WASM_STACK, link};
+use super::runtime::{self, Interface, link};
 
 /// The one mutable global a guest may have.
 pub(super) const STACK_POINTER: &str = "__stack_pointer";
@@ -39,16 +39,17 @@ pub(super) struct Frozen {
 ///
 /// Returns an error if the module is damaged, has state that a snapshot would miss, or fails to
 /// start.
-pub(super) fn snapshot(guest: &Guest) -> Result<Frozen, SandboxError> {
+pub(super) fn snapshot(guest: &ModuleAndInput) -> Result<Frozen, SandboxError> {
     let wasm = guest.wasm()?;
-    check(&wasm)?;
+    check(&wasm, Throws::Refused)?;
     // This code runs once, for a second: compile it fast.
     let mut config = Config::new();
+    runtime::refuse_exceptions(&mut config);
     config
         .cranelift_opt_level(OptLevel::None)
         .cranelift_regalloc_algorithm(RegallocAlgorithm::SinglePass)
-        .max_wasm_stack(WASM_STACK)
-        .async_stack_size(ASYNC_STACK);
+        .max_wasm_stack(Interface::Own.wasm_stack())
+        .async_stack_size(Interface::Own.async_stack());
     let engine =
         Engine::new(&config).map_err(SandboxError::engine("setting up the snapshot engine"))?;
     let module = Module::new(&engine, &wasm)
@@ -61,12 +62,11 @@ pub(super) fn snapshot(guest: &Guest) -> Result<Frozen, SandboxError> {
     store.limiter(|host| &mut host.memory);
     store.data_mut().stdin = Input::new(guest.stdin().to_vec());
 
-    let instance =
-        link(&engine, &module)?
-            .instantiate(&mut store)
-            .map_err(SandboxError::engine(
-                "instantiating the guest for its snapshot",
-            ))?;
+    let instance = link(&engine, &module, Interface::Own)?
+        .instantiate(&mut store)
+        .map_err(SandboxError::engine(
+            "instantiating the guest for its snapshot",
+        ))?;
     for name in ["_initialize", "init"] {
         let function = instance
             .get_typed_func::<(), ()>(&mut store, name)
@@ -143,13 +143,23 @@ fn without_data(wasm: &[u8], pages: u64, stack_pointer: i32) -> Result<Vec<u8>, 
     Ok(module.finish())
 }
 
+/// Whether a module may throw exceptions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Throws {
+    /// It has no instruction for it.
+    Refused,
+    /// It may: exceptions live on the stack, or in a store that no two guests share.
+    Allowed,
+}
+
 /// Checks that linear memory and `__stack_pointer` are all the state the module has.
 ///
 /// State of a core instance is its memories, tables, globals, and which segments were dropped
 /// (WebAssembly core specification, section 4.2.11). So a module qualifies if it imports nothing
 /// but functions, has one memory, has no other mutable global, and holds no instruction that
-/// changes a table or a segment or throws.
-fn check(wasm: &[u8]) -> Result<(), SandboxError> {
+/// changes a table or a segment or, unless that is allowed, throws. An exception lives in the store;
+/// a module that throws must hold no reference to one at rest, so its tables are of functions.
+pub(super) fn check(wasm: &[u8], throws: Throws) -> Result<(), SandboxError> {
     let unsound = |reason: String| SandboxError::UnsoundGuest { reason };
     let malformed = |error: wasmparser::BinaryReaderError| unsound(format!("malformed: {error}"));
 
@@ -168,6 +178,16 @@ fn check(wasm: &[u8]) -> Result<(), SandboxError> {
                 }
             }
             Payload::MemorySection(section) => memories += section.count(),
+            Payload::TableSection(section) => {
+                for table in section {
+                    let table = table.map_err(malformed)?.ty;
+                    if table.element_type != RefType::FUNCREF {
+                        return Err(unsound(
+                            "it has a table of other things than functions".to_owned(),
+                        ));
+                    }
+                }
+            }
             Payload::GlobalSection(section) => {
                 for (index, global) in (0_u32..).zip(section) {
                     let global = global.map_err(malformed)?.ty;
@@ -191,7 +211,7 @@ fn check(wasm: &[u8]) -> Result<(), SandboxError> {
                 let mut operators = body.get_operators_reader().map_err(malformed)?;
                 while !operators.eof() {
                     let operator = operators.read().map_err(malformed)?;
-                    if changes_hidden_state(&operator) {
+                    if changes_hidden_state(&operator, throws) {
                         return Err(unsound(format!("it holds `{operator:?}`")));
                     }
                 }
@@ -211,7 +231,8 @@ fn check(wasm: &[u8]) -> Result<(), SandboxError> {
     Ok(())
 }
 
-fn changes_hidden_state(operator: &Operator<'_>) -> bool {
+fn changes_hidden_state(operator: &Operator<'_>, throws: Throws) -> bool {
+    let is_throw = matches!(operator, Operator::Throw { .. } | Operator::ThrowRef);
     matches!(
         operator,
         Operator::TableSet { .. }
@@ -222,13 +243,11 @@ fn changes_hidden_state(operator: &Operator<'_>) -> bool {
             | Operator::ElemDrop { .. }
             | Operator::MemoryInit { .. }
             | Operator::DataDrop { .. }
-            | Operator::Throw { .. }
-            | Operator::ThrowRef
-    )
+    ) || (is_throw && throws == Throws::Refused)
 }
 
 /// The end of what the guest printed, for an error message.
-fn printed(host: &mut Host) -> String {
+pub(super) fn printed(host: &mut Host) -> String {
     let mut bytes = host.stdout.take().0;
     bytes.extend(host.stderr.take().0);
     let shown = bytes.len().saturating_sub(OUTPUT_SHOWN);

@@ -17,8 +17,8 @@ const GUEST: &str = r#"(module
         (drop (call $clock (i32.const 0) (i64.const 0) (i32.const 4112)))
         (drop (call $read (i32.const 0) (i32.const 16) (i32.const 1) (i32.const 24)))))"#;
 
-fn guest(wat: &str, stdin: &str) -> Guest {
-    Guest::new(wat::parse_str(wat).unwrap(), stdin.as_bytes().to_vec())
+fn guest(wat: &str, stdin: &str) -> ModuleAndInput {
+    ModuleAndInput::new(wat::parse_str(wat).unwrap(), stdin.as_bytes().to_vec())
 }
 
 #[test]
@@ -110,9 +110,29 @@ fn hidden_state_is_refused(#[case] part: &str, #[case] reason: &str) {
         );
         wat::parse_str(wat).unwrap()
     };
-    check(&module("")).unwrap();
-    let error = check(&module(part)).expect_err(part);
+    check(&module(""), Throws::Refused).unwrap();
+    let error = check(&module(part), Throws::Refused).expect_err(part);
     assert!(error.to_string().contains(reason), "{error}");
+}
+
+#[test]
+fn a_module_may_throw_if_it_keeps_no_exception() {
+    let module = |part: &str| {
+        let wat = format!(
+            r#"(module (memory (export "memory") 1) (tag)
+                (global (export "__stack_pointer") (mut i32) (i32.const 1024))
+                (func (throw 0)) {part})"#
+        );
+        wat::parse_str(wat).unwrap()
+    };
+    check(&module("(table 1 funcref)"), Throws::Allowed).unwrap();
+    for (kept, reason) in [
+        ("(table 1 exnref)", "other things than functions"),
+        ("(global (mut exnref) (ref.null exn))", "mutable globals"),
+    ] {
+        let error = check(&module(kept), Throws::Allowed).unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+    }
 }
 
 #[test]
@@ -120,6 +140,6 @@ fn a_hidden_stack_pointer_is_refused() {
     let wasm = wat::parse_str(
         r#"(module (memory (export "memory") 1) (global (mut i32) (i32.const 1024)))"#,
     );
-    let error = check(&wasm.unwrap()).unwrap_err();
+    let error = check(&wasm.unwrap(), Throws::Refused).unwrap_err();
     assert!(error.to_string().contains("mutable globals"), "{error}");
 }

@@ -12,6 +12,7 @@ use super::WorkerOptions;
 use super::pass::new_connection;
 use super::wire::{Answer, Call, Frame, Hello};
 use crate::sandbox::SandboxError;
+use crate::sandbox::guest::Source;
 
 /// The time in which a worker loads its runtime, which may have to be prepared.
 const START: Duration = Duration::from_secs(300);
@@ -185,12 +186,16 @@ impl Running {
     /// Has the worker load its runtime.
     fn greet(&self, options: &WorkerOptions) -> io::Result<Frame<Answer>> {
         let runtime = &options.runtime;
-        let mut blobs = vec![runtime.guest.stdin().to_vec()];
-        if !runtime.guest.is_embedded() {
-            blobs.push(runtime.guest.module().to_vec());
+        let mut blobs = Vec::new();
+        if let Source::Module(guest) = runtime.guest.source() {
+            blobs.push(guest.stdin().to_vec());
+            if !guest.is_embedded() {
+                blobs.push(guest.module().to_vec());
+            }
         }
         let hello = Frame {
             head: Hello {
+                is_science: matches!(runtime.guest.source(), Source::Science(_)),
                 cache: runtime.cache.path(),
                 max_instances: runtime.max_instances,
                 restore: runtime.restore,

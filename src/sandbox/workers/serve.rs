@@ -58,6 +58,7 @@ fn load(hello: Frame<Hello>) -> Result<WasmRuntime, SandboxError> {
     let mut blobs = hello.blobs.into_iter();
     let stdin = blobs.next().unwrap_or_default();
     let guest = match blobs.next() {
+        _ if hello.head.is_science => Guest::science(&cache)?,
         Some(module) => Guest::new(module, stdin),
         None => Guest::embedded(stdin),
     };

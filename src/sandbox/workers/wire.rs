@@ -113,6 +113,9 @@ fn invalid(message: &str) -> io::Error {
 /// unless it is the embedded one.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
+    /// Whether it is the science runtime, which is in the cache.
+    #[serde(default)]
+    pub(super) is_science: bool,
     pub(super) cache: Option<PathBuf>,
     pub(super) max_instances: u32,
     pub(super) restore: Restore,
@@ -325,6 +328,7 @@ impl Frame<()> {
             (
                 "hello",
                 head(&Hello {
+                    is_science: false,
                     cache: Some("/tmp".into()),
                     max_instances: 4,
                     restore: Restore::InPlace,

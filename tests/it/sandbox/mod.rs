@@ -12,6 +12,7 @@ mod files;
 mod limits;
 mod python;
 mod restore;
+mod science;
 mod sessions;
 mod wheels;
 mod workers;

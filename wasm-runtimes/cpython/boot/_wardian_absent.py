@@ -56,6 +56,15 @@ _MODULES = {
 }
 
 
+# Packages with native code that the science runtime has.
+_IN_SCIENCE_RUNTIME = set("lxml matplotlib numpy pandas PIL scipy sklearn statsmodels".split())
+
+_SCIENCE_NOTE = (
+    "{} is in the sandbox's science runtime, not in this one: choose it with `--runtime science`, or "
+    '`sandbox.runtime = "science"` in a run file; `wardian runtime build --runtime science` says how to get it'
+)
+
+
 class AbsentFinder:
     """Comes after every other finder, and explains why a module was not found."""
 
@@ -64,6 +73,11 @@ class AbsentFinder:
         reason = _MODULES.get(name)
         if reason is not None:
             raise ModuleNotFoundError(f"No module named {name!r}: {reason}", name=name)
+        # Programs ask for the spec of such a package to see whether it is there: only an import explains.
+        if name in _IN_SCIENCE_RUNTIME and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+            error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+            error.add_note(_SCIENCE_NOTE.format(name))
+            raise error
         return None
 
 
