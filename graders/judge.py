@@ -464,7 +464,7 @@ def serve(message):
     """Answers the host's `judge` message."""
     match message:
         case ("judge", str() as kind, str() as setup, str() as source, list() as entries, str() as options):
-            unit_tests._grading = True
+            unit_tests.begin()
             return unit_tests._encode(judge(kind, setup, source, entries, json.loads(options)))
     raise ValueError("malformed message")
 

@@ -66,6 +66,9 @@ def _pairs(a, a_shape, b, b_shape):
     """Pairs of numbers by the rule of broadcasting: a dimension that is missing, or of length 1, is repeated."""
     if not a_shape and not b_shape:
         yield a, b
+    elif (0 in a_shape) != (0 in b_shape):
+        # numpy finds nothing at all close to one number, so `[]` would pass for any.
+        raise ValueError("an empty sequence is compared with numbers")
     elif len(a_shape) < len(b_shape):
         for member in b:
             yield from _pairs(a, a_shape, member, b_shape[1:])

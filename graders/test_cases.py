@@ -4,6 +4,7 @@ pytest itself is not in the runtime. What plain test functions use of it is here
 `approx`, `fixture`, `param`, `skip`, `fail`, `importorskip` and the marks that keep a test from running.
 """
 
+import asyncio
 import contextlib
 import inspect
 import itertools
@@ -354,9 +355,21 @@ def _functions(namespace):
         if name.startswith("test") and isinstance(value, types.FunctionType):
             yield name, None, value
         elif name.startswith("Test") and _is_class_of_tests(value) and not issubclass(value, unittest.TestCase):
-            for method, function in vars(value).items():
-                if method.startswith("test") and isinstance(function, types.FunctionType):
-                    yield f"{name}.{method}", value, function
+            yield from _methods(name, value)
+
+
+def _methods(name, kind):
+    """Returns the test methods of a class, inherited ones first; those of classes in it as well."""
+    members = {}
+    for base in reversed(kind.__mro__):
+        members |= vars(base)
+    for method, function in members.items():
+        if method.startswith("Test") and _is_class_of_tests(function):
+            yield from _methods(f"{name}.{method}", function)
+        elif method.startswith("test") and isinstance(function, (staticmethod, classmethod)):
+            raise judge.BrokenTask(f"`{name}.{method}` must be a plain method")
+        elif method.startswith("test") and isinstance(function, types.FunctionType):
+            yield f"{name}.{method}", kind, function
 
 
 def _collect(bench):
@@ -367,6 +380,8 @@ def _collect(bench):
         marks = _marks_of(kind, function)
         if _is_off(marks):
             continue
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise judge.BrokenTask(f"`{name}` yields, so calling it would test nothing")
         names = _arguments(function)[0 if kind is None else 1:]
         for label, parameters in _parameter_sets(marks):
             fixtures.check(names, parameters)
@@ -382,15 +397,20 @@ def _call(kind, function, names, parameters, fixtures):
                 name: parameters[name] if name in parameters else fixtures.value(name, stack) for name in names
             }
             if kind is None:
-                return function(**keywords)
+                return _finished(function(**keywords))
             instance = kind()
             if hasattr(instance, "teardown_method"):
                 stack.callback(instance.teardown_method)
             if hasattr(instance, "setup_method"):
                 instance.setup_method()
-            return function(instance, **keywords)
+            return _finished(function(instance, **keywords))
 
     return call
+
+
+def _finished(value):
+    """Runs a coroutine to its end: a test may be asynchronous."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def run_pytest(bench, source, results, options):

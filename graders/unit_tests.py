@@ -5,6 +5,9 @@ It runs inside the guest, in an instance of its own. Names of the submission sta
 """
 
 import builtins
+import os
+import random
+import re
 
 import _grader_asserts
 import _grader_remote
@@ -75,6 +78,23 @@ class printed:
 # ---- grading
 
 
+class _MissingModule(Exception):
+    """A test imports what this runtime does not have."""
+
+
+def _imports(source, error):
+    """Whether `error` says that a module is missing which the test itself names in an import."""
+    if not isinstance(error, ModuleNotFoundError) or not isinstance(error.name, str):
+        return False
+    step = error.__traceback__
+    while step is not None:
+        # What the submission raises comes out of a request.
+        if step.tb_frame.f_globals is _grader_remote.__dict__:
+            return False
+        step = step.tb_next
+    return re.search(rf"\b(?:import|from)\s+{re.escape(error.name)}\b", source) is not None
+
+
 def _text_of(error):
     try:
         return str(error)
@@ -143,7 +163,7 @@ class _Grading:
         self.namespace.update(self.base)
         self.namespace.update(_grader_remote.entries(self.entries))
 
-    def run(self, code):
+    def run(self, index, code):
         """Runs a test. Returns its result and the exception that it raised, if it failed by one."""
         try:
             exec(code, self.namespace)
@@ -151,6 +171,8 @@ class _Grading:
             # Its description may ask the submission for a text, so a bridge error can come up only now.
             message, line = _describe(error)
             if not _state.bridge_errors:
+                if _imports(self.tests[index], error):
+                    raise _MissingModule(message) from None
                 return _failed(message, line), error
         if _state.bridge_errors:
             return _failed(_grader_asserts.safe(_state.bridge_errors[0], _MESSAGE_LIMIT)), None
@@ -169,7 +191,7 @@ class _Grading:
             code = self.compile_test(index)
             self.prepare()
             self.failures.clear()
-            _, failure = self.run(code)
+            _, failure = self.run(index, code)
             results[index][2:4] = self.failures.explanation(failure)
 
 
@@ -196,7 +218,10 @@ def grade(setup, tests, entries, options):
             grading.prepare()
         except BaseException as error:
             return ("invalid", _describe(error)[0])
-        result, failure = grading.run(code)
+        try:
+            result, failure = grading.run(index, code)
+        except _MissingModule as error:
+            return ("broken", str(error))
         results.append(result)
         if type(failure) is AssertionError and _state.lines.get(id(failure)) is None:
             asserted.append(index)
@@ -217,14 +242,20 @@ def _encode(value):
     return _wardian_guest.encode(value, None, None)[0]
 
 
+def begin():
+    """Makes this the tests' instance: what it draws at random is not what the submission's draws."""
+    global _grading
+    _grading = True
+    random.seed(os.urandom(16))
+
+
 def serve(message):
     """Answers the host's `grade` message."""
-    global _grading
     match message:
         case ("grade", str() as setup, list() as tests, list() as entries, list() as options) if all(
             type(text) is str for text in (*tests, *entries, *options)
         ) and _OPTIONS.issuperset(options):
-            _grading = True
+            begin()
             return _encode(grade(setup, tests, entries, options))
     raise ValueError("malformed message")
 

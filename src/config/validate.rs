@@ -73,7 +73,8 @@ impl RunConfig {
             !model.path.is_empty(),
             "model.path",
             &model.path,
-            "give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`",
+            "give a checkpoint folder, a GGUF file or a hub repository such as `Qwen/Qwen3-0.6B`; without \
+             `--config`, it is the carried starter model",
         );
         issues.require(
             model.adapter.is_none() || self.trainer.mode == TrainMode::Lora,

@@ -151,9 +151,10 @@ fn tokens_equal(expected: &str, got: &str, tolerance: f64) -> bool {
     }
 }
 
-/// Returns whether a number is within `tolerance` of the expected one, relative above 1.
+/// Returns whether a number is within `tolerance` of the expected one, relative above 1. Nothing is
+/// close to what is not finite.
 pub(super) fn is_close(expected: f64, got: f64, tolerance: f64) -> bool {
-    (expected - got).abs() <= tolerance * expected.abs().max(1.0)
+    expected.is_finite() && (expected - got).abs() <= tolerance * expected.abs().max(1.0)
 }
 
 #[cfg(test)]

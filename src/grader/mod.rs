@@ -33,7 +33,7 @@ pub use answer::{ExactMatchGrader, NumericGrader};
 #[cfg(any(fuzzing, test))]
 pub use codec::fuzz_value;
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
-pub use registry::GraderRegistry;
+pub use registry::{GRADERS, GraderRegistry};
 pub use reward::{RewardTerms, Score, SubmissionFacts};
 pub use stdio::StdioGrader;
 pub use unit_test::{GradeLimits, UnitTestGrader};

@@ -180,16 +180,34 @@ impl ProgramGrader {
                 json!({"module": options.module})
             }
         };
+        let entries = self.entries(request);
         let message = Value::Tuple(vec![
             Value::text("judge"),
             Value::text(grader),
             Value::text(request.setup.join("\n")),
             Value::text(request.tests.join("\n")),
-            Value::texts(&request.entry_points),
+            Value::texts(&entries),
             Value::text(options.to_string()),
         ])
         .encode();
         Ok((code, message))
+    }
+
+    /// Returns the names that are taken from the submission: what is called, too.
+    fn entries(&self, request: &GradeRequest) -> Vec<String> {
+        let mut entries = request.entry_points.clone();
+        if self.kind == ProgramKind::Calls
+            && let Some(call) = request.options.get("call").and_then(|call| call.as_str())
+        {
+            let name: String = call
+                .chars()
+                .take_while(|letter| *letter == '_' || letter.is_alphanumeric())
+                .collect();
+            if !name.is_empty() && !entries.contains(&name) {
+                entries.push(name);
+            }
+        }
+        entries
     }
 
     fn check(&self, request: &GradeRequest) -> Result<(), GraderError> {

@@ -51,6 +51,21 @@ pub struct GraderRegistry {
     graders: BTreeMap<String, Arc<dyn Grader>>,
 }
 
+/// The names of the graders of this crate, which a task file can name.
+pub const GRADERS: [&str; 11] = [
+    "calls",
+    "check",
+    "doctest",
+    "exact_match",
+    "numeric",
+    "pytest",
+    "python",
+    "script",
+    "stdio",
+    "unit_tests",
+    "unittest",
+];
+
 impl GraderRegistry {
     /// Makes a registry without graders.
     #[must_use]

@@ -131,6 +131,7 @@ pub(super) fn converse(
     };
     if matches!(&outcome.callee, Served::Reply(reply) if *reply == dialogue.proceed_on) {
         let mut caller = runtime.instance(&dialogue.caller.limits)?;
+        caller.seed(secret_seed(&dialogue.caller.bytes));
         let stage = Stage {
             instance: Some(Box::new(callee)),
             prepared: None,
@@ -147,6 +148,13 @@ pub(super) fn converse(
         outcome.caller = Some((answer?, usage));
     }
     Ok(outcome)
+}
+
+/// Returns where the caller's randomness starts: the same for the same message, and not what the
+/// callee, which never sees it, can draw as well.
+fn secret_seed(message: &[u8]) -> u64 {
+    let hash = blake3::hash(message);
+    u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))
 }
 
 /// The guest that another one reaches through the bridge.

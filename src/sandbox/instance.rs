@@ -353,6 +353,11 @@ impl Instance {
         })
     }
 
+    /// Starts the guest's source of randomness anew.
+    pub(super) fn seed(&mut self, seed: u64) {
+        self.store.data_mut().seed(seed);
+    }
+
     /// Sends one message and returns the reply, within what is left of fuel and deadline.
     ///
     /// # Errors

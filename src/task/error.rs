@@ -33,6 +33,21 @@ pub enum TaskError {
         /// The file.
         path: PathBuf,
     },
+    /// A row, or who reads it, names a grader that does not exist.
+    #[error(
+        "`{path}` row {row}: there is no grader `{name}`; there are {known}, and Python files that \
+         define `grade(candidate, task)`"
+    )]
+    UnknownGrader {
+        /// The file.
+        path: PathBuf,
+        /// The row, from 1.
+        row: u64,
+        /// The name that was given.
+        name: String,
+        /// The names that there are.
+        known: String,
+    },
     /// The folder has no file for the split.
     #[error("`{path}` has no file for split `{split}`; it has {available}")]
     NoSplit {

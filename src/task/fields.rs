@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use super::TaskError;
 use super::rows::json_type;
+use crate::grader::GRADERS;
 
 /// A row with its place, for errors.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +36,16 @@ impl<'a> Fields<'a> {
     /// Returns a field, whatever it is.
     pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
         self.fields.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Says that a grader does not exist.
+    pub(super) fn unknown_grader(&self, name: &str) -> TaskError {
+        TaskError::UnknownGrader {
+            path: self.path.to_owned(),
+            row: self.row,
+            name: name.to_owned(),
+            known: GRADERS.map(|name| format!("`{name}`")).join(", "),
+        }
     }
 
     /// Returns the id that the row gives in `key`.

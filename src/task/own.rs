@@ -29,7 +29,7 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::mbpp::{Setup, entry_points};
 use super::{GraderChoice, Task, TaskError, TaskOptions};
-use crate::grader::{RewardTerms, TestCase};
+use crate::grader::{GRADERS, RewardTerms, TestCase};
 
 /// The largest grader file that is read.
 const MAX_GRADER_BYTES: u64 = 1 << 20;
@@ -69,7 +69,10 @@ pub(super) fn parse(
         GraderChoice::Name(name) if is_python_file(name) => {
             ("python".to_owned(), vec![grader_file(fields, name)?])
         }
-        GraderChoice::Name(name) => (name.clone(), tests(fields)?),
+        GraderChoice::Name(name) if GRADERS.contains(&name.as_str()) => {
+            (name.clone(), tests(fields)?)
+        }
+        GraderChoice::Name(name) => return Err(fields.unknown_grader(name)),
     };
     if task.grader == "python" {
         let row = Value::Object(fields.all().clone());
@@ -335,6 +338,12 @@ mod tests {
             let error = parse_row(Path::new("a"), &row).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
+        let row = json!({"grader": "pytset", "prompt": "p", "test": "t"});
+        let error = parse_row(Path::new("a"), &row).unwrap_err().to_string();
+        assert!(
+            error.starts_with("`a` row 1: there is no grader `pytset`; there are `calls`, "),
+            "{error}"
+        );
         let row = json!({"grader": "stdio", "prompt": "p"});
         let error = parse_row(Path::new("a"), &row).unwrap_err().to_string();
         assert!(error.contains("has no `tests`"), "{error}");

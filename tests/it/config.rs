@@ -158,7 +158,7 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
 #[rstest]
 #[case(
     "model.path=",
-    "`model.path` is ``; give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`"
+    "`model.path` is ``; give a checkpoint folder, a GGUF file or a hub repository such as `Qwen/Qwen3-0.6B`; without `--config`, it is the carried starter model"
 )]
 #[case("seed=-1", "`seed` can not be `-1`")]
 #[case(
@@ -251,7 +251,7 @@ fn all_senseless_values_are_reported_at_once() {
     assert_eq!(
         error.to_string(),
         "the run can not be done as configured: \
-         \n  `model.path` is ``; give a checkpoint folder or a hub repository such as `Qwen/Qwen3-0.6B`\
+         \n  `model.path` is ``; give a checkpoint folder, a GGUF file or a hub repository such as `Qwen/Qwen3-0.6B`; without `--config`, it is the carried starter model\
          \n  `model.adapter` is `a`; an adapter can be trained on only with `trainer.mode = \"lora\"`"
     );
 }

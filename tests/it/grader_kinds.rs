@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rstest::rstest;
 use serde_json::json;
 use wardian::grader::{
-    GradeLimits, GradeRequest, Grader as _, GraderRegistry, TestCase, TestStatus, Verdict,
+    GRADERS, GradeLimits, GradeRequest, Grader as _, GraderRegistry, TestCase, TestStatus, Verdict,
     VerdictStatus,
 };
 use wardian::sandbox::{Limits, Sandbox};
@@ -688,7 +688,7 @@ fn a_submission_cannot_make_the_grader_fail(#[case] grade: &str, #[case] code: &
     "def g():\n    import pandas\ng()",
     "the tests import `pandas`"
 )]
-#[case::module_in_a_list("unit_tests", "import pandas", "AssertionError")]
+#[case::module_in_a_list("unit_tests", "import pandas", "the tests import `pandas`")]
 fn what_a_task_gets_wrong_is_no_submissions_fault(
     #[case] grader: &str,
     #[case] test: &str,
@@ -701,6 +701,56 @@ fn what_a_task_gets_wrong_is_no_submissions_fault(
             assert_eq!(verdict.status, VerdictStatus::Failed, "{verdict:?}");
         }
         expected => assert_infra(&verdict, expected),
+    }
+}
+
+#[test]
+fn a_registry_has_every_grader_that_tasks_can_name() {
+    assert!(graders().names().eq(GRADERS));
+}
+
+#[test]
+fn what_is_called_need_not_be_an_entry_point() {
+    for (call, code) in [
+        ("add", "def add(a, b): return a + b"),
+        (
+            "Sum().add",
+            "class Sum:\n    def add(self, a, b): return a + b",
+        ),
+    ] {
+        let request = GradeRequest {
+            grader: "calls".to_owned(),
+            code: code.to_owned(),
+            cases: vec![TestCase {
+                input: "[1, 2]".to_owned(),
+                output: "3".to_owned(),
+            }],
+            options: json!({"call": call}).as_object().unwrap().clone(),
+            ..GradeRequest::default()
+        };
+        let verdict = graders().grade(&request);
+        assert_eq!(verdict.reward, Some(1.0), "{verdict:?}");
+    }
+}
+
+/// What a test itself cannot import is nobody's failure; what a submission cannot is its own.
+#[test]
+fn a_listed_test_may_lack_a_module() {
+    let test = "import pandas\nassert f(1) == 1";
+    let verdict = judge("unit_tests", test, "def f(x): return x");
+    assert_infra(&verdict, "the tests import `pandas`");
+    for submission in [
+        "def f(x):\n    import pandas",
+        "def f(x): raise ModuleNotFoundError('No module named pandas', name='pandas')",
+        "def f(x): return 'pandas'",
+    ] {
+        let test = "x = f(1)\n__import__(x)\nassert x == 'math'";
+        let verdict = judge("unit_tests", test, submission);
+        assert_eq!(
+            verdict.status,
+            VerdictStatus::Failed,
+            "{submission}: {verdict:?}"
+        );
     }
 }
 
@@ -721,6 +771,91 @@ fn tests_may_compare_floats_with_numpy(#[case] grader: &str, #[case] test: &str)
     assert_eq!(judge(grader, test, wrong).reward, Some(0.0));
     let verdict = judge(grader, test, "import numpy\ndef f(x): return x");
     assert_eq!(verdict.status, VerdictStatus::Invalid, "{verdict:?}");
+}
+
+/// What could only pass by not being looked at.
+#[rstest]
+#[case::asynchronous(
+    "pytest",
+    "from solution import f\nasync def test_a(): assert f(1) == 1",
+    VerdictStatus::Failed
+)]
+#[case::inherited(
+    "pytest",
+    "from solution import f\nclass Base:\n    def test_a(self): assert f(1) == 1\nclass TestB(Base): pass",
+    VerdictStatus::Failed
+)]
+#[case::inner(
+    "pytest",
+    "from solution import f\nclass TestA:\n    class TestB:\n        def test_a(self): assert f(1) == 1",
+    VerdictStatus::Failed
+)]
+#[case::yielding(
+    "pytest",
+    "from solution import f\ndef test_a():\n    yield\n    assert f(1) == 1",
+    VerdictStatus::InfraError
+)]
+#[case::fixed(
+    "pytest",
+    "from solution import f\nclass TestA:\n    @staticmethod\n    def test_a(): assert f(1) == 1",
+    VerdictStatus::InfraError
+)]
+#[case::empty(
+    "unit_tests",
+    "import numpy as np\nassert np.allclose(f(1), 1.0)",
+    VerdictStatus::Failed
+)]
+fn every_test_is_looked_at(
+    #[case] grader: &str,
+    #[case] test: &str,
+    #[case] status: VerdictStatus,
+) {
+    let verdict = judge(grader, test, "def f(x): return []");
+    assert_eq!(verdict.status, status, "{verdict:?}");
+    if status == VerdictStatus::Failed {
+        let verdict = judge(grader, test, "def f(x): return x");
+        assert_eq!(verdict.reward, Some(1.0), "{verdict:?}");
+    }
+}
+
+/// A submission starts from the same snapshot as the tests, but not from the same seed.
+#[rstest]
+#[case(
+    "import random\nx = random.randint(1, 10 ** 9)",
+    "import random\ndef f(): return random.randint(1, 10 ** 9)"
+)]
+#[case(
+    "import secrets\nx = secrets.randbits(64)",
+    "import secrets\ndef f(): return secrets.randbits(64)"
+)]
+#[case(
+    "import os\nx = os.urandom(8)",
+    "import os\ndef f(): return os.urandom(8)"
+)]
+fn what_a_test_draws_is_not_to_be_guessed(#[case] draw: &str, #[case] submission: &str) {
+    for grader in ["unit_tests", "script"] {
+        let test = format!("{draw}\nassert f() == x");
+        let verdict = judge(grader, &test, submission);
+        assert_eq!(verdict.status, VerdictStatus::Failed, "{verdict:?}");
+        // Yet it is the same each time.
+        let again = judge(grader, &test, submission);
+        assert_eq!(again.tests, verdict.tests);
+    }
+}
+
+#[test]
+fn no_number_is_close_to_one_that_overflows() {
+    let request = GradeRequest {
+        grader: "numeric".to_owned(),
+        code: "5".to_owned(),
+        cases: vec![TestCase {
+            input: String::new(),
+            output: "1e999".to_owned(),
+        }],
+        ..GradeRequest::default()
+    };
+    let verdict = graders().grade(&request);
+    assert_eq!(verdict.reward, None, "{verdict:?}");
 }
 
 #[test]

@@ -210,9 +210,10 @@ fn describe(graded: &Graded<'_>) -> String {
         .tests
         .iter()
         .find(|test| test.status != TestStatus::Passed);
+    let usual = f64::from(u8::from(verdict.status == VerdictStatus::Passed));
     let score = match verdict.reward {
         // A reward that the status does not say.
-        Some(reward) if reward != 0.0 && reward != 1.0 => format!(", {reward}"),
+        Some(reward) if reward != usual => format!(", reward {reward}"),
         _ => String::new(),
     };
     let reason = first_failure.map_or_else(String::new, |test| {

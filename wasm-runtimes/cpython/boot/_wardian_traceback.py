@@ -13,11 +13,11 @@ _format_frame_summary = traceback.StackSummary.format_frame_summary
 # What takes more than a look: strings over lines, and f-strings, which nest.
 _NESTED = re.compile(r"""'''|\"\"\"|[fF][rR]?["']""")
 # What an operand starts with: a name, a plain number, a plain string, or something in brackets.
-_ATOM = re.compile(r"""[A-Za-z_]\w*(?!["'\w])|\d+(?:\.\d+)?(?![\w.])|'[^'\\]*'|"[^"\\]*"|[[({]""")
+_ATOM = re.compile(r"""[A-Za-z_]\w*(?!["'\w])|\d+(?:\.\d+)?(?![\w.])|'[^'\\]*'|"[^"\\]*"|[\[({]""")
 # What follows an operand directly.
 _TRAILER = re.compile(r"\.[A-Za-z_]\w*|[\[(]")
 # What matters inside of brackets.
-_INSIDE = re.compile(r"""'[^'\\]*'|"[^"\\]*"|[][(){}'"\\#]""")
+_INSIDE = re.compile(r"""'[^'\\]*'|"[^"\\]*"|[\]\[(){}'"\\#]""")
 _ARITHMETIC = re.compile(r" *(\*\*|//|<<|>>|[-+*/%@&|^])(?![-+*/%@&|^=<>~]) *-?")
 # These bind less than all arithmetic.
 _COMPARISON = re.compile(r" *(?:[=!<>]=|[<>])(?![=<>]) *-?| (?:not in|in|is not|is|and|or)\b *")
