@@ -341,7 +341,7 @@ mod tests {
         let row = json!({"grader": "pytset", "prompt": "p", "test": "t"});
         let error = parse_row(Path::new("a"), &row).unwrap_err().to_string();
         assert!(
-            error.starts_with("`a` row 1: there is no grader `pytset`; there are `calls`, "),
+            error.starts_with("`a` row 3: there is no grader `pytset`; there are `calls`, "),
             "{error}"
         );
         let row = json!({"grader": "stdio", "prompt": "p"});
