@@ -11,9 +11,9 @@ use serde_json::{Map, json};
 
 use super::codec::Value;
 use super::unit_test::{
-    GraderError, add_usage, find_late, load_message, loaded_reply, why_not_loaded,
+    GraderError, add_usage, find_late, load_message, loaded_reply, read_outcome, why_not_loaded,
 };
-use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict};
+use super::verdict::{GradeRequest, GradeUsage, TestResult, Verdict};
 use super::{GradeLimits, Grader};
 use crate::sandbox::{Dialogue, Exit, MAX_MESSAGE, Message, Sandbox, Served};
 
@@ -356,27 +356,13 @@ fn read_result(entry: &Value) -> Option<TestResult> {
     else {
         return None;
     };
-    let status = match status.as_str() {
-        "passed" => TestStatus::Passed,
-        "failed" => TestStatus::Failed,
-        _ => return None,
-    };
-    let text = |value: &Value| match value {
-        Value::None => Some(None),
-        Value::Str(text) => Some(Some(text.clone())),
-        _ => None,
-    };
     let line = match line {
         Value::None => None,
         Value::Int(line) => Some(u32::try_from(*line).ok()?),
         _ => return None,
     };
-    Some(TestResult {
-        expected: text(expected)?,
-        got: text(got)?,
-        line,
-        ..TestResult::new(name, status, message)
-    })
+    let result = read_outcome(name.clone(), status, message, [expected, got])?;
+    Some(TestResult { line, ..result })
 }
 
 fn read_named(entry: &Value) -> Option<(String, f64)> {

@@ -531,7 +531,25 @@ fn read_result(index: usize, entry: Value) -> Option<TestResult> {
     let [Value::Str(status), Value::Str(message), expected, got, line] = &members[..] else {
         return None;
     };
-    let status = match status.as_str() {
+    let line = match line {
+        Value::None => None,
+        // A number that no file has is the submission's own invention.
+        Value::Int(line) => u32::try_from(*line).ok(),
+        _ => return None,
+    };
+    let result = read_outcome(test_name(index), status, message, [expected, got])?;
+    Some(TestResult { line, ..result })
+}
+
+/// Reads what the guests' graders say of a test in the same words: how it went, and what was
+/// compared.
+pub(super) fn read_outcome(
+    name: String,
+    status: &str,
+    message: &str,
+    [expected, got]: [&Value; 2],
+) -> Option<TestResult> {
+    let status = match status {
         "passed" => TestStatus::Passed,
         "failed" => TestStatus::Failed,
         _ => return None,
@@ -544,13 +562,7 @@ fn read_result(index: usize, entry: Value) -> Option<TestResult> {
     Some(TestResult {
         expected: text(expected)?,
         got: text(got)?,
-        line: match line {
-            Value::None => None,
-            // A number that no file has is the submission's own invention.
-            Value::Int(line) => u32::try_from(*line).ok(),
-            _ => return None,
-        },
-        ..TestResult::new(test_name(index), status, message.as_str())
+        ..TestResult::new(name, status, message)
     })
 }
 

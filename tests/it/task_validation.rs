@@ -8,20 +8,34 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use wardian::grader::{GradeLimits, GraderRegistry};
 use wardian::sandbox::Sandbox;
-use wardian::task::{FindingKind, Split, TaskOptions, TaskReport, TaskSet, validate};
+use wardian::task::{FindingKind, Split, TaskOptions, TaskReport, TaskRow, TaskSet, validate};
 
 use crate::sandbox::python;
 
-fn check(path: &Path, split: Option<Split>, seeds: u32) -> Vec<TaskReport> {
+fn graders() -> GraderRegistry {
     let sandbox: Arc<dyn Sandbox> = Arc::new(python().clone());
-    let graders = GraderRegistry::standard(&sandbox, &GradeLimits::default());
+    GraderRegistry::standard(&sandbox, &GradeLimits::default())
+}
+
+fn check(path: &Path, split: Option<Split>, seeds: u32) -> Vec<TaskReport> {
     let options = TaskOptions {
         split,
         visible_tests: 1,
         ..TaskOptions::default()
     };
     let rows = TaskSet::rows(path, &options).unwrap();
-    validate(rows, &graders, seeds, &|| {})
+    validate(rows, &graders(), seeds, &|| {})
+}
+
+/// Validates some rows of a test split, with one seed.
+fn check_of_test_split(path: &Path, keep: impl Fn(&TaskRow) -> bool) -> Vec<TaskReport> {
+    let options = TaskOptions {
+        split: Some(Split::Test),
+        ..TaskOptions::default()
+    };
+    let mut rows = TaskSet::rows(path, &options).unwrap();
+    rows.retain(keep);
+    validate(rows, &graders(), 1, &|| {})
 }
 
 /// Returns what is found about one row.
@@ -260,15 +274,7 @@ fn the_defect_of_humaneval_plus_is_found() {
     let Some(path) = shared("humaneval_plus/hf") else {
         return;
     };
-    let options = TaskOptions {
-        split: Some(Split::Test),
-        ..TaskOptions::default()
-    };
-    let sandbox: Arc<dyn Sandbox> = Arc::new(python().clone());
-    let graders = GraderRegistry::standard(&sandbox, &GradeLimits::default());
-    let mut rows = TaskSet::rows(&path, &options).unwrap();
-    rows.retain(|row| (31..36).contains(&row.row));
-    let reports = validate(rows, &graders, 1, &|| {});
+    let reports = check_of_test_split(&path, |row| (31..36).contains(&row.row));
     assert_eq!(reports.len(), 5);
     assert_eq!(
         defects(&reports),
@@ -292,19 +298,11 @@ fn mbpp_plus_references_pass() {
     let Some(path) = shared("mbpp_plus/hf") else {
         return;
     };
-    let options = TaskOptions {
-        split: Some(Split::Test),
-        ..TaskOptions::default()
-    };
-    let sandbox: Arc<dyn Sandbox> = Arc::new(python().clone());
-    let graders = GraderRegistry::standard(&sandbox, &GradeLimits::default());
-    let mut rows = TaskSet::rows(&path, &options).unwrap();
-    rows.retain(|row| {
+    let reports = check_of_test_split(&path, |row| {
         row.task
             .as_ref()
             .is_ok_and(|task| !LARGE.contains(&task.id.as_str()))
     });
-    let reports = validate(rows, &graders, 1, &|| {});
     assert_eq!(reports.len(), 263);
     let expected = ["590", "596"].map(|id| (id, FindingKind::ReferenceFails));
     assert_eq!(defects(&reports), expected);
