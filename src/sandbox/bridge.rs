@@ -10,6 +10,10 @@
 //! wasmtime fiber, with a stack and a stack limit of its own, so recursion meets the limit of the
 //! entry it is in, however many are below it.
 //!
+//! **Time.** A guest's clock runs while the guest does. While it waits for the other one, or is at rest
+//! between two calls, the time is the other one's: no guest can use up its peer's. What the host does
+//! for a message is charged, as fuel, to whoever sends it.
+//!
 //! **Ends.** A guest that traps, exits or meets a limit while frames of it wait below has ended for
 //! all of them: the error is kept as its host state's `doom`, and each host function that would
 //! return into such a frame returns the error instead. `docs/decisions/0009-callbacks.md` says what
@@ -20,7 +24,7 @@ use std::ptr::NonNull;
 use serde::{Deserialize, Serialize};
 use wasmtime::{AsContextMut, Caller, Extern, Linker, Memory, Result, TypedFunc};
 
-use super::budget;
+use super::budget::{self, Gauge};
 use super::error::SandboxError;
 use super::host::Host;
 use super::instance::{GuestState, MAX_MESSAGE, on_own_stack};
@@ -44,6 +48,11 @@ const TOO_DEEP: i32 = -3;
 const MAX_NESTING: u32 = 32;
 /// The most bytes that a guest may note about a round.
 const MAX_NOTE: usize = 64 << 10;
+
+/// What it costs in fuel to enter the other guest, and to send it a byte: the host's work, some
+/// microseconds and some copies.
+const CALL_FUEL: u64 = 10_000;
+const BYTE_FUEL: u64 = 1;
 
 /// What came of a message to a guest.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -222,7 +231,9 @@ impl Link {
             return Asked::Not(DEAD);
         };
         waiting.data_mut().peer = Peer::Suspended(back);
+        waiting.data_mut().budget.resume();
         let answered = door.exchange(&mut *waiting, request);
+        waiting.data_mut().budget.pause();
         // `asker` is used again from here on.
         waiting.data_mut().peer = Peer::None;
         match answered {
@@ -290,6 +301,7 @@ impl Stage {
                 lease.go_on(&limits)?;
             }
         }
+        lease.pause();
         Ok(lease)
     }
 }
@@ -302,11 +314,14 @@ pub(super) struct Door {
     /// `serve` or `answer`.
     pub(super) function: TypedFunc<i32, i32>,
     pub(super) reply_ptr: TypedFunc<(), i32>,
+    /// `None` if wasmtime counts.
+    pub(super) gauge: Option<Gauge>,
 }
 
 impl Door {
     /// Finds the exports by which a guest that waits in the bridge is asked.
     fn for_answers(caller: &mut Caller<'_, Host>) -> Option<Self> {
+        let gauge = budget::gauge_of(caller);
         let memory = caller.get_export("memory")?.into_memory()?;
         let mut function = |name| caller.get_export(name).and_then(Extern::into_func);
         let (buf, answer, reply_ptr) = (
@@ -319,10 +334,11 @@ impl Door {
             buf: buf.typed(&mut *caller).ok()?,
             function: answer.typed(&mut *caller).ok()?,
             reply_ptr: reply_ptr.typed(&mut *caller).ok()?,
+            gauge,
         })
     }
 
-    /// Sends one message and returns the reply.
+    /// Sends one message and returns the reply, which is charged to the guest that gives it.
     pub(super) fn exchange(
         &self,
         mut store: impl AsContextMut<Data = Host>,
@@ -334,12 +350,13 @@ impl Door {
             usize::try_from(length).map_err(|_| wasmtime::Error::new(GuestFault::NoReply))?;
         let pointer = on_own_stack(self.reply_ptr.call_async(&mut store, ()))?;
         let start = pointer.cast_unsigned() as usize;
-        self.memory
-            .data(&store)
+        let reply = (self.memory.data(&store))
             .get(start..start + length)
             .filter(|reply| reply.len() <= MAX_MESSAGE)
             .map(<[u8]>::to_vec)
-            .ok_or_else(|| wasmtime::Error::new(GuestFault::NoReply))
+            .ok_or_else(|| wasmtime::Error::new(GuestFault::NoReply))?;
+        budget::charge(&mut store, self.gauge, BYTE_FUEL * reply.len() as u64)?;
+        Ok(reply)
     }
 
     /// Puts `bytes` into the guest's buffer and returns their number.
@@ -383,9 +400,12 @@ pub(super) fn add_to_linker(linker: &mut Linker<Host>) -> Result<()> {
 
 /// Hands a request to the peer, keeps its reply for [`take`], and returns the reply's length.
 fn call(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> {
+    let gauge = budget::gauge_of(&mut caller);
+    budget::charge(&mut caller, gauge, CALL_FUEL + BYTE_FUEL * u64::from(length))?;
     let Some(request) = message(&mut caller, pointer, length, MAX_MESSAGE) else {
         return Ok(DEAD);
     };
+    caller.data_mut().budget.pause();
     let asked = match std::mem::take(&mut caller.data_mut().peer) {
         Peer::None => Ok(Asked::Not(DEAD)),
         Peer::Resting(mut peer) => {
@@ -403,6 +423,7 @@ fn call(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> 
             Ok(asked)
         }
     };
+    caller.data_mut().budget.resume();
     // This guest ended while it was asked back.
     if let Some(doom) = caller.data_mut().doom.take() {
         return Err(doom);

@@ -32,6 +32,10 @@ pub(super) struct Budget {
     given: i64,
     /// `None` until the first call, and beyond what the clock can hold.
     deadline: Option<Instant>,
+    /// Since when the clock has stopped, if it has.
+    waiting_since: Option<Instant>,
+    /// How long it had stopped before, in this call.
+    waited: Duration,
     pub(super) slice: i64,
     cancel: Option<Cancel>,
 }
@@ -42,6 +46,8 @@ impl Default for Budget {
             reserve: 0,
             given: MIN_GIVEN,
             deadline: None,
+            waiting_since: None,
+            waited: Duration::ZERO,
             slice: SLICE,
             cancel: None,
         }
@@ -52,6 +58,29 @@ impl Budget {
     /// Starts the time of a call.
     pub(super) fn start(&mut self, deadline: Duration) {
         self.deadline = Instant::now().checked_add(deadline);
+        self.waiting_since = None;
+        self.waited = Duration::ZERO;
+    }
+
+    /// Stops the clock: the guest waits for the one on the other side of the bridge, whose time it
+    /// is now.
+    pub(super) fn pause(&mut self) {
+        self.waiting_since.get_or_insert_with(Instant::now);
+    }
+
+    /// Lets the clock go on.
+    pub(super) fn resume(&mut self) {
+        if let Some(since) = self.waiting_since.take() {
+            let waited = since.elapsed();
+            self.waited += waited;
+            self.deadline = self.deadline.and_then(|end| end.checked_add(waited));
+        }
+    }
+
+    /// Returns how long the clock has stopped in this call.
+    pub(super) fn waited(&self) -> Duration {
+        let now = self.waiting_since.map(|since| since.elapsed());
+        self.waited + now.unwrap_or_default()
     }
 
     /// Lets `cancel` end the calls that follow.
@@ -136,6 +165,38 @@ impl Gauge {
     }
 }
 
+/// Takes `fuel` from the guest for work of the host's that it asked for, and looks at its clock: such
+/// work passes no mark of the meter's.
+///
+/// # Errors
+///
+/// Returns why the guest has to end, if it has to.
+pub(super) fn charge(
+    mut store: impl AsContextMut<Data = Host>,
+    gauge: Option<Gauge>,
+    fuel: u64,
+) -> Result<()> {
+    let mut store = store.as_context_mut();
+    if let Some(gauge) = gauge {
+        let fuel = i64::try_from(fuel).unwrap_or(i64::MAX);
+        let left = gauge.left(&mut store).saturating_sub(fuel);
+        gauge.give(&mut store, left.max(0))?;
+        if left < 0 {
+            return Err(Stop::OutOfFuel.into());
+        }
+    } else {
+        let left = store.get_fuel()?.checked_sub(fuel);
+        store.set_fuel(left.unwrap_or(0))?;
+        if left.is_none() {
+            return Err(Stop::OutOfFuel.into());
+        }
+    }
+    match store.data().budget.stop() {
+        Some(stop) => Err(stop.into()),
+        None => Ok(()),
+    }
+}
+
 /// Gives the guest that is running `fuel` anew, and returns what it used of as much before.
 ///
 /// # Errors
@@ -154,7 +215,8 @@ pub(super) fn refuel(caller: &mut Caller<'_, Host>, fuel: u64) -> Result<u64> {
     Ok(used(left))
 }
 
-fn gauge_of(caller: &mut Caller<'_, Host>) -> Option<Gauge> {
+/// Finds the meter of the guest that is running, unless wasmtime counts.
+pub(super) fn gauge_of(caller: &mut Caller<'_, Host>) -> Option<Gauge> {
     Some(Gauge {
         meter: caller.get_export(METER).and_then(Extern::into_global)?,
         mark: caller.get_export(MARK).and_then(Extern::into_global)?,

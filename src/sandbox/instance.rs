@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use wasmtime::{
@@ -413,14 +413,23 @@ impl Instance {
         let Some(door) = door else {
             return Err(SandboxError::MissingExport { name: "answer" });
         };
-        self.store.data_mut().peer = Peer::Suspended(asker);
+        let host = self.store.data_mut();
+        host.peer = Peer::Suspended(asker);
+        host.budget.resume();
         let answered = self.exchange(&door, request);
+        let host = self.store.data_mut();
         // The link must not outlive this call.
-        self.store.data_mut().peer = Peer::None;
+        host.peer = Peer::None;
+        host.budget.pause();
         match answered {
             Ok(reply) => Ok(Served::Reply(reply)),
             Err(error) => Ok(Served::Ended(self.end(error)?)),
         }
+    }
+
+    /// Stops the clock of a guest at rest until it is asked something.
+    pub(super) fn pause(&mut self) {
+        self.store.data_mut().budget.pause();
     }
 
     /// Takes what the guest printed to standard output or, otherwise, to standard error.
@@ -442,8 +451,14 @@ impl Instance {
         Usage {
             fuel: self.limits.fuel.saturating_sub(self.fuel_left),
             memory_bytes: self.exports.memory.data_size(&self.store) as u64,
-            wall: self.started.elapsed(),
+            wall: self.wall(),
         }
+    }
+
+    /// Returns how long the guest itself has run, without what it waited for another one.
+    fn wall(&self) -> Duration {
+        let waited = self.store.data().budget.waited();
+        self.started.elapsed().saturating_sub(waited)
     }
 
     /// Gives the guest its arguments, unless it has none and had none.
@@ -551,7 +566,7 @@ impl Instance {
                 },
                 Stop::Deadline => Exit::DeadlineExceeded {
                     limit: self.limits.deadline,
-                    elapsed: self.started.elapsed(),
+                    elapsed: self.wall(),
                 },
                 Stop::Cancelled => Exit::Cancelled,
             }
@@ -673,6 +688,13 @@ fn instantiate(
     let memory = instance
         .get_memory(&mut store, "memory")
         .ok_or(SandboxError::MissingExport { name: "memory" })?;
+    let gauge = match prepared.meter() {
+        Meter::Instructions => None,
+        Meter::Loops => {
+            let gauge = Gauge::find(&instance, &mut store);
+            Some(gauge.ok_or(SandboxError::MissingExport { name: METER })?)
+        }
+    };
     let calls = match prepared.interface() {
         Interface::Own => {
             let serve = Door {
@@ -680,6 +702,7 @@ fn instantiate(
                 buf: function!("buf"),
                 function: function!("serve"),
                 reply_ptr: function!("reply_ptr"),
+                gauge,
             };
             let answer = instance.get_typed_func(&mut store, "answer").ok();
             Calls::Own(Arc::new(OwnCalls {
@@ -701,13 +724,7 @@ fn instantiate(
         memory,
         stack_pointer,
         stack_at_rest,
-        gauge: match prepared.meter() {
-            Meter::Instructions => None,
-            Meter::Loops => {
-                let gauge = Gauge::find(&instance, &mut store);
-                Some(gauge.ok_or(SandboxError::MissingExport { name: METER })?)
-            }
-        },
+        gauge,
         calls,
     };
     Ok((store, exports))

@@ -305,9 +305,65 @@ fn fuel_is_charged_to_whoever_runs() {
     let Served::Ended(Exit::OutOfFuel { .. }) = served else {
         panic!("{served:?}");
     };
-    assert!(round.usage.fuel < 10_000, "{round:?}");
+    assert!(round.usage.fuel < 20_000, "{round:?}");
     let (_, round) = ask(b"fl");
     assert_eq!(round.usage.fuel, 50_000_000);
+}
+
+/// What the host copies is paid for by whoever sends it, a reply as well as a request.
+#[test]
+fn messages_are_charged_to_whoever_sends_them() {
+    let fuel = |message: &[u8]| {
+        let outcome = converse(b"c", vec![0; 4], &both(b"o", message));
+        let (served, usage) = outcome.caller.unwrap();
+        (served, usage.fuel, outcome.rounds[0].usage.fuel)
+    };
+    // What the callee does not look at makes its request longer.
+    let (served, caller, callee) = fuel(b"fc");
+    let (longer, longer_caller, longer_callee) = fuel(&[b"fc", &[0; 100][..]].concat());
+    assert_eq!(longer, served);
+    // The guest copies it once itself, which costs half.
+    assert_eq!((longer_caller - caller, longer_callee - callee), (150, 0));
+    // What it printed, the caller hands out, from within a callback.
+    let ask_for = |printed: &[u8]| {
+        let prints = [b"p", printed].concat();
+        fuel(&[b"f", &both(&prints, b"fq")[..]].concat())
+    };
+    let (served, caller, callee) = ask_for(b"");
+    let (longer, longer_caller, longer_callee) = ask_for(&[b'x'; 100]);
+    let (Served::Reply(short), Served::Reply(long)) = (served, longer) else {
+        panic!("both are answered");
+    };
+    assert_eq!(long.len() - short.len(), 100);
+    // It goes there as a reply of the caller's and back as one of the callee's; the request with the
+    // text to print was the caller's, too.
+    assert!(longer_caller - caller >= 200, "{longer_caller} {caller}");
+    assert!(longer_callee - callee >= 100, "{longer_callee} {callee}");
+}
+
+/// A guest cannot make the host work for nothing: each call costs something, an empty one too.
+#[test]
+fn calls_are_bounded_by_fuel() {
+    let callee = |message: &[u8]| ask(message).1.usage.fuel;
+    let calls = callee(b"ffffc") - callee(b"ffc");
+    assert!((10_000..12_000).contains(&calls), "{calls}");
+}
+
+/// While a guest waits for the other one, or for being asked at all, the time is not its own.
+#[test]
+fn a_guests_clock_runs_while_the_guest_does() {
+    // The caller works in a callback, then by itself.
+    for message in [&b"ffl"[..], b"l"] {
+        let outcome = converse(b"c", vec![0; 4], &both(b"o", message));
+        let (_, caller) = outcome.caller.unwrap();
+        let callee = &outcome.rounds[0].usage;
+        assert!(callee.wall < caller.wall / 2, "{callee:?} {caller:?}");
+    }
+    // The callee does.
+    let outcome = converse(b"c", vec![0; 4], &both(b"o", b"fl"));
+    let (_, caller) = outcome.caller.unwrap();
+    let callee = &outcome.rounds[0].usage;
+    assert!(caller.wall < callee.wall / 2, "{callee:?} {caller:?}");
 }
 
 #[test]
