@@ -11,8 +11,12 @@ import inspect
 import operator
 import types
 
+import _grader_sources
 import _wardian_guest
 import _wardian_values
+
+# No submission has a line beyond this one.
+_MAX_LINE = 1 << 24
 
 # How many members of a container are fetched at a time. An iterator gives them one by one: its own order of events may
 # matter to a test.
@@ -65,8 +69,12 @@ class _State:
         self.handles = {}
         # The line of the submission that an exception came from, by its address.
         self.lines = {}
-        # Classes that the task names as such: their objects may take part in operations with the tests' data.
+        # Classes that the task names as such, and the objects that a test made by calling one: these may take part in
+        # operations with the tests' data.
         self.entry_classes = ()
+        self.made = set()
+        # The objects that the submission named again after that: they are its answers, too.
+        self.given_back = set()
 
 
 state = _State()
@@ -164,6 +172,8 @@ def _receive_handle(handle, description):
     if remote is None:
         remote = _make_remote(handle, description)
         state.remotes[handle] = remote
+    else:
+        state.given_back.add(handle)
     return remote
 
 
@@ -212,6 +222,8 @@ def _decode(message, outer=None):
 
 def request(*message):
     """Sends one request and returns the reply's value, or raises the submission's exception."""
+    if state.read_only:
+        message = _copied(message)
     try:
         encoded, sent = _wardian_guest.encode(message, _send_other, None)
     except (TypeError, ValueError, OverflowError) as error:
@@ -246,7 +258,8 @@ def request(*message):
         raise bridge_error("malformed reply") from None
     if isinstance(value, _SILENT):
         value = RemoteError(f"{type(value).__name__}: {value}")
-    if line is not None:
+    # A line that no file has is an invention.
+    if line is not None and 0 < line <= _MAX_LINE:
         state.lines[id(value)] = (line, value)
     raise value
 
@@ -264,14 +277,6 @@ def _typed(kind, *message):
     if type(value) is not kind:
         raise bridge_error("malformed reply")
     return value
-
-
-def call(operation, *operands):
-    """Requests a call; the last operands are its arguments and keywords."""
-    if state.read_only:
-        *operands, arguments, keywords = operands
-        operands = (*operands, *_copied((arguments, keywords)))
-    return request(operation, *operands)
 
 
 def _copied(value):
@@ -388,7 +393,10 @@ class RemoteMeta(type):
         return type.__new__(mcs, name, bases, members)
 
     def __call__(cls, *arguments, **keywords):
-        return call("new", cls, arguments, keywords)
+        value = request("new", cls, arguments, keywords)
+        if isinstance(value, cls) and issubclass(cls, state.entry_classes):
+            state.made.add(_handle_of(value))
+        return value
 
     def __getattr__(cls, name):
         return _attribute(cls, name)
@@ -428,7 +436,7 @@ class ExceptionMeta(type):
         raise TypeError("a test cannot derive a class from one of the submission's")
 
     def __call__(cls, *arguments, **keywords):
-        return call("new", cls, arguments, keywords)
+        return request("new", cls, arguments, keywords)
 
     def __getattr__(cls, name):
         return _attribute(cls, name)
@@ -491,7 +499,7 @@ class Remote(metaclass=RemoteMeta):
 
 def _method(name):
     def method(self, *arguments, **keywords):
-        return call("meth", self, name, arguments, keywords)
+        return request("meth", self, name, arguments, keywords)
 
     method.__name__ = method.__qualname__ = name
     return method
@@ -551,27 +559,37 @@ def _next_member(self):
     return members[0]
 
 
+def _is_made(remote):
+    """Whether a test has this object from calling a class that the task names, and from nowhere else."""
+    handle = _handle_of(remote)
+    return handle in state.made and handle not in state.given_back
+
+
 def _contains(self, value):
-    # A class that the task names may say itself; else it is compared here, and the expected value never crosses.
-    if isinstance(value, Remote) or isinstance(self, state.entry_classes):
+    # What the test itself made may say; else it is compared here, and the expected value never crosses.
+    if isinstance(value, Remote) or _is_made(self):
         return _typed(bool, "op", "in", self, value)
     return any(value is member or value == member for member in self)
 
 
-def _own_error(error):
-    """The exception of a `with` block for the submission, or None for one that is none of its business."""
-    return error if isinstance(error, Exception) and not isinstance(error, AssertionError) else None
+def _own_error(error, traceback):
+    """The exception of a `with` block for the submission, or None for one that is none of its business.
+
+    That is what an assertion raises, be it that it fails, be it that it cannot be evaluated.
+    """
+    if not isinstance(error, Exception) or isinstance(error, AssertionError) or _grader_sources.is_asserting(traceback):
+        return None
+    return error
 
 
 def _exit(self, kind, error, traceback):
-    swallows = _typed(bool, "exit", self, _own_error(error))
-    # A failed assertion stays one.
-    return swallows and _own_error(error) is not None
+    error = _own_error(error, traceback)
+    return _typed(bool, "exit", self, error) and error is not None
 
 
 async def _async_exit(self, kind, error, traceback):
-    swallows = _typed(bool, "aexit", self, _own_error(error))
-    return swallows and _own_error(error) is not None
+    error = _own_error(error, traceback)
+    return _typed(bool, "aexit", self, error) and error is not None
 
 
 async def _async_enter(self):
@@ -586,8 +604,13 @@ async def _async_next(self):
 
 
 def _binary(name, left, right, self, other):
-    if isinstance(other, Remote) or isinstance(self, state.entry_classes):
-        return request("op", name, left, right)
+    is_made = _is_made(self)
+    if isinstance(other, Remote) or is_made:
+        result = request("op", name, left, right)
+        if result is self and is_made and name in _IN_PLACE:
+            # `x += y` leaves the test what it had.
+            state.given_back.discard(_handle_of(self))
+        return result
     # The submission must not see what it is compared with, let alone decide.
     if type(self)._wardian_is_plain:
         plain = _plain(self)
@@ -640,7 +663,7 @@ _SPECIALS = {
     "__setitem__": lambda self, key, value: request("setitem", self, key, value),
     "__delitem__": lambda self, key: request("delitem", self, key),
     "__contains__": _contains,
-    "__call__": lambda self, *arguments, **keywords: call("call", self, arguments, keywords),
+    "__call__": lambda self, *arguments, **keywords: request("call", self, arguments, keywords),
     "__enter__": _unary("enter"),
     "__exit__": _exit,
     "__aenter__": _async_enter,
@@ -651,8 +674,9 @@ _SPECIALS = {
 }
 _ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
+_IN_PLACE = frozenset("i" + name for name in _ARITHMETIC)
 _PLAIN_OPERATORS = {"divmod": divmod}
-for _name in (*_ORDER, *_ARITHMETIC, *("i" + name for name in _ARITHMETIC)):
+for _name in (*_ORDER, *_ARITHMETIC, *_IN_PLACE):
     _function = getattr(operator, _name, None) or getattr(operator, _name + "_", None)
     if _function is not None:
         _PLAIN_OPERATORS[_name] = _function
@@ -842,8 +866,8 @@ def entries(names):
 def _is_class_name(name):
     """Whether a name, which is the task's, is that of a class by Python's conventions.
 
-    A submission can make any entry a class: a function that a test calls would then give objects whose operators decide
-    what the test compares.
+    A submission can make any entry a class: what a test takes for a call of a function would then give objects whose
+    operators decide what the test compares.
     """
     return name[0].isupper() and "_" not in name and not name.isupper()
 

@@ -3,7 +3,8 @@
 
 It runs where `unit_tests.py` runs, in the grader's instance, and reaches the submission through the stubs that are made
 there. The rules of who is at fault are the same: what fails before the submission was asked for anything is the task's
-fault, what fails afterwards is the submission's.
+fault, what fails afterwards is the submission's. What the stubs show without being asked, they have said: see
+`Bench.has_asked`.
 """
 
 import ast
@@ -19,6 +20,8 @@ import types
 
 import _grader_asserts
 import _grader_remote
+import _grader_sources
+import _wardian_guest
 import numpy_stand_in
 import unit_tests
 
@@ -74,12 +77,23 @@ def _watching(bench):
         except BaseException as error:
             bench.raised.append(error)
             raise
+        finally:
+            if bench.shows_output and not bridge_errors():
+                _show_output(original)
 
     _grader_remote.request = watched
     try:
         yield
     finally:
         _grader_remote.request = original
+
+
+def _show_output(request):
+    """Prints here what the submission printed, as a text."""
+    request("flush")
+    output = _wardian_guest.bridge_printed(1)
+    if type(output) is bytes:
+        sys.stdout.write(output.decode("utf-8", "replace"))
 
 
 # ---- results
@@ -107,7 +121,7 @@ class Results:
 
     def add(self, name, error, expected=None, got=None):
         """Adds the result of a test that raised `error`, or nothing."""
-        name = name[:_NAME_LIMIT]
+        name = _safe_name(name)
         # Its description may ask the submission for a text, so a bridge error can come up only now.
         message, submission_line = ("", None) if error is None else explain(error)
         if bridge_errors():
@@ -141,14 +155,29 @@ class Results:
             error = raised
         self.add(name, error)
 
+    @contextlib.contextmanager
+    def beside(self, name):
+        """Runs its body beside the tests: only a failure is a result."""
+        begin_test()
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        if error is not None or bridge_errors():
+            self.add(name, error)
+
     def fill(self, names, message):
         """Fails every test of `names` that has no result."""
         known = {result[0] for result in self.entries}
-        self.entries += [
-            [name, "failed", message[:MESSAGE_LIMIT], None, None, None]
-            for name in (name[:_NAME_LIMIT] for name in names)
-            if name not in known
-        ]
+        for name in map(_safe_name, names):
+            if name not in known:
+                self._add_failed(name, message)
+
+
+def _safe_name(name):
+    """The name of a test as a verdict has it: a parameter may come from the submission."""
+    return _grader_asserts.safe(str(name), _NAME_LIMIT)
 
 
 def line_of(error):
@@ -170,21 +199,39 @@ def show(value):
 class Bench:
     """A grading in progress: the tests' namespace and the submission's names in it."""
 
-    def __init__(self, setup, entries, module):
+    def __init__(self, setup, entries, module, name="tests"):
         self.setup = setup
         self.entries = entries
         self.module = module
-        self.namespace = {"__name__": "tests", "__builtins__": builtins, **_grader_asserts.names(_failures)}
+        self.tests = types.ModuleType(name)
+        sys.modules[name] = self.tests
+        self.namespace = self.tests.__dict__
+        self.namespace |= {"__builtins__": builtins, **_grader_asserts.names(_failures)}
         self.requests = 0
         self.raised = []
         self.missing_names = []
+        # Whether a stub tells more by itself than that it is a function.
+        self.shows_kinds = False
+        # Whether what the submission prints is printed here.
+        self.shows_output = False
+
+    @property
+    def has_asked(self):
+        """Whether the submission had any say in what has happened so far.
+
+        It has as soon as it is asked for anything. And from the beginning if an entry is no plain function: that a name
+        is a number, or a class of this or that kind, a test can find out without asking. Functions are all alike.
+        """
+        return self.requests > 0 or self.shows_kinds or bool(bridge_errors())
 
     def is_own(self, error):
-        """Whether an exception is the tests' own, and not one that the submission raised."""
-        return not any(error is raised for raised in self.raised)
+        """Whether an exception says that a module is missing which the tests import, where they import it."""
+        is_raised = any(error is raised for raised in self.raised)
+        return not is_raised and _grader_sources.is_own_import(error, _grader_remote.__dict__)
 
     def prepare(self, imports=()):
         """Runs what needs no submission, then binds the submission's names."""
+        _grader_sources.remember("setup.py", self.setup)
         try:
             exec(compile(self.setup, "setup.py", "exec", dont_inherit=True), self.namespace)
             for statement in imports:
@@ -203,6 +250,7 @@ class Bench:
         self.namespace.update(stubs)
         self._install_module(stubs)
         self.requests = 0
+        self.shows_kinds = any(type(stub) is not _grader_remote.RemoteFunction for stub in stubs.values())
 
     def _install_module(self, stubs):
         """Lets tests say `from solution import f`."""
@@ -226,6 +274,7 @@ class Bench:
     def parse(self, source):
         """Returns the program's syntax tree and those of its imports that need no submission."""
         numpy_stand_in.provide(self.setup, source)
+        _grader_sources.remember(TEST_FILE, source)
         try:
             tree = ast.parse(source, TEST_FILE)
         except BaseException as error:
@@ -253,7 +302,7 @@ class Bench:
         except BaseException as error:
             if self.missing_names:
                 raise InvalidSubmission(self.missing_names[0]) from None
-            if not self.requests and not bridge_errors():
+            if not self.has_asked:
                 if isinstance(error, ModuleNotFoundError):
                     raise MissingModule(error.name) from None
                 raise BrokenTask(describe(error)) from None
@@ -305,7 +354,9 @@ def _check(bench, source, results, options):
     try:
         bench.namespace["check"](bench.namespace[bench.entries[0]])
     except BaseException as error:
-        results.fill(names, f"not reached: {describe(error)}")
+        message = describe(error)
+        # How the submission's instance ended, the host says by that very text.
+        results.fill(names, bridge_errors()[0] if bridge_errors() else f"not reached: {message}")
 
 
 # ---- a program that raises if the submission is wrong, as MBPP+ has it
@@ -319,9 +370,16 @@ def _script(bench, source, results, options):
         raise BrokenTask(describe(error)) from None
     bench.prepare(imports)
     with results.test("script"):
-        exec(code, bench.namespace)
+        try:
+            exec(code, bench.namespace)
+        except SystemExit as error:
+            # As natively, a program may end itself, as `unittest.main` does. The submission may not.
+            if error.code or any(error is raised for raised in bench.raised):
+                raise
     if bench.missing_names:
         raise InvalidSubmission(bench.missing_names[0])
+    if results.missing_module is None and not bench.has_asked:
+        raise BrokenTask(results.entries[-1][2] or "the tests never ask the submission for anything")
 
 
 # ---- doctest
@@ -343,17 +401,22 @@ def _matches(checker, example, error, output, flags):
     )
 
 
+def _example_code(example):
+    name = f"line_{example.lineno + 1}.py"
+    _grader_sources.remember(name, example.source)
+    return compile(f"{example.source}\n", name, "single", dont_inherit=True)
+
+
 def _doctest(bench, source, results, options):
     try:
         examples = doctest.DocTestParser().get_examples(source, TEST_FILE)
-        codes = [
-            compile(f"{example.source}\n", "example.py", "single", dont_inherit=True) for example in examples
-        ]
+        codes = [_example_code(example) for example in examples]
     except BaseException as error:
         raise BrokenTask(describe(error)) from None
     if not examples:
         raise BrokenTask("there is no `>>>` example")
     bench.prepare()
+    bench.shows_output = True
     checker = doctest.OutputChecker()
     for example, code in zip(examples, codes):
         flags = 0
@@ -374,7 +437,8 @@ def _doctest(bench, source, results, options):
         if not _matches(checker, example, error, shown, flags):
             failure = error or AssertionError("the output differs")
             if error is None:
-                results.add(name, failure, example.want.rstrip("\n")[:_VALUE_LIMIT], shown.rstrip("\n")[:_VALUE_LIMIT])
+                texts = [_grader_asserts.safe(text.rstrip("\n"), _VALUE_LIMIT) for text in (example.want, shown)]
+                results.add(name, failure, *texts)
                 continue
         results.add(name, failure)
 
@@ -435,7 +499,10 @@ def _calls(bench, source, results, options):
 
 
 def _judge(kind, setup, source, entries, options):
-    bench = Bench(setup, entries, options.get("module") or "solution")
+    bench = Bench(
+        setup, entries, options.get("module") or "solution", name="__main__" if kind == "script" else "tests"
+    )
+    _grader_remote.state.read_only = options.get("read_only_arguments", False)
     with _watching(bench):
         if kind == "python":
             return user_grader.grade(bench, source, options)
@@ -444,7 +511,11 @@ def _judge(kind, setup, source, entries, options):
         if results.missing_module is not None:
             raise MissingModule(results.missing_module)
         if not results.entries:
-            raise BrokenTask("there is nothing to test")
+            if bench.requests:
+                # It may have said itself how many tests there are.
+                results.add("tests", AssertionError("there is nothing to test"))
+            else:
+                raise BrokenTask("there is nothing to test")
         return results.entries
 
 
@@ -488,6 +559,7 @@ def warm_up(answer):
 
     Run before the snapshot, for its specialized bytecode.
     """
+    main = sys.modules["__main__"]
     _grader_remote._bridge_call = answer
     unit_tests._bridge_open = lambda note: True
     check = "import math\ndef check(candidate):\n    assert candidate(2) == 2\n    assert candidate([1]) == [2]\n"
@@ -495,4 +567,6 @@ def warm_up(answer):
     for kind, source, options in [("check", check, {}), ("script", "assert f(1) == 1", {}), ("calls", "", calls)]:
         serve(("judge", kind, "", source, ["f"], json.dumps(options)))
     unit_tests.cool_down()
-    sys.modules.pop("solution", None)
+    sys.modules["__main__"] = main
+    for name in ("solution", "tests"):
+        sys.modules.pop(name, None)

@@ -7,10 +7,10 @@ It runs inside the guest, in an instance of its own. Names of the submission sta
 import builtins
 import os
 import random
-import re
 
 import _grader_asserts
 import _grader_remote
+import _grader_sources
 import _wardian_guest
 import numpy_stand_in
 
@@ -82,19 +82,6 @@ class _MissingModule(Exception):
     """A test imports what this runtime does not have."""
 
 
-def _imports(source, error):
-    """Whether `error` says that a module is missing which the test itself names in an import."""
-    if not isinstance(error, ModuleNotFoundError) or not isinstance(error.name, str):
-        return False
-    step = error.__traceback__
-    while step is not None:
-        # What the submission raises comes out of a request.
-        if step.tb_frame.f_globals is _grader_remote.__dict__:
-            return False
-        step = step.tb_next
-    return re.search(rf"\b(?:import|from)\s+{re.escape(error.name)}\b", source) is not None
-
-
 def _text_of(error):
     try:
         return str(error)
@@ -105,7 +92,12 @@ def _text_of(error):
 def _describe(error):
     """Returns an exception as a message, and the line of the submission that it came from."""
     text = _text_of(error)
+    if type(error) is _grader_remote.BridgeError:
+        return (_grader_asserts.safe(text, _MESSAGE_LIMIT), None)
     name = type(error).__name__
+    if not name.isidentifier():
+        # It is the submission's, which must not speak in our name.
+        name = repr(name)
     line, _ = _state.lines.get(id(error), (None, None))
     message = f"{name}: {text}" if text else name
     message = _grader_asserts.safe(message, _MESSAGE_LIMIT)
@@ -139,6 +131,7 @@ class _Grading:
         self.failures = None
 
     def compile(self, source, file_name):
+        _grader_sources.remember(file_name, source)
         if self.is_strict or self.failures is not None:
             return _grader_asserts.rewritten(source, file_name, self.entries, self.is_strict)
         return compile(source, file_name, "exec", dont_inherit=True)
@@ -171,7 +164,7 @@ class _Grading:
             # Its description may ask the submission for a text, so a bridge error can come up only now.
             message, line = _describe(error)
             if not _state.bridge_errors:
-                if _imports(self.tests[index], error):
+                if _grader_sources.is_own_import(error, _grader_remote.__dict__):
                     raise _MissingModule(message) from None
                 return _failed(message, line), error
         if _state.bridge_errors:
@@ -288,5 +281,7 @@ def cool_down():
     _grader_remote._bridge_call = _wardian_guest.bridge_call
     _grading = False
     _state.clear()
+    _state.read_only = False
+    _grader_sources.forget()
     _grader_remote._known_classes.clear()
     _state.number = 0

@@ -5,8 +5,9 @@
 //! of the text, any other the whole text.
 //!
 //! **Numbers** may have a sign, a currency sign, commas between thousands, a fraction and an
-//! exponent; what follows them is not read. They are equal within `tolerance · max(1,
-//! |expected|)`. **Words** are equal when they are the same after white space is made one space
+//! exponent; what follows them is not read. Whole numbers, however they are written, are equal if they
+//! are the same; others within `tolerance · max(1, |expected|)`, as are all where a task says a
+//! tolerance. **Words** are equal when they are the same after white space is made one space
 //! and taken off the ends; `ignore_case` does what it says.
 
 use serde::Deserialize;
@@ -25,16 +26,15 @@ struct ExactOptions {
     ignore_case: bool,
 }
 
-#[derive(Debug, Deserialize)]
+/// How far a number may be off where the task does not say.
+const TOLERANCE: f64 = 1e-9;
+/// The longest whole number that is compared digit by digit: no double is larger.
+const MAX_DIGITS: i64 = 310;
+
+#[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct NumericOptions {
-    tolerance: f64,
-}
-
-impl Default for NumericOptions {
-    fn default() -> Self {
-        Self { tolerance: 1e-9 }
-    }
+    tolerance: Option<f64>,
 }
 
 /// Grades an answer by whether it is the same text as an expected one.
@@ -71,7 +71,8 @@ impl Grader for ExactMatchGrader {
 
 /// Grades an answer by whether it is the expected number.
 ///
-/// Reads `cases`: the answer has to be the output of any of them. Option: `tolerance` (1e-9).
+/// Reads `cases`: the answer has to be the output of any of them. Option: `tolerance` (1e-9, and
+/// whole numbers have to be the same).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NumericGrader;
 
@@ -90,13 +91,13 @@ impl Grader for NumericGrader {
             Some(answer) => numbers(answer).next(),
             None => numbers(&request.code).last(),
         };
-        let Some((text, got)) = found else {
+        let Some(got) = found else {
             return Verdict::invalid(1, "the answer has no number", GradeUsage::default());
         };
-        judge(request, text, |expected| {
-            let (_, expected) = numbers(marked(expected).unwrap_or(expected)).next()?;
+        judge(request, got.text, |expected| {
+            let expected = numbers(marked(expected).unwrap_or(expected)).next()?;
             // Beyond what a double holds, every number would be close.
-            (expected.is_finite()).then(|| is_close(expected, got, options.tolerance))
+            (expected.value.is_finite()).then(|| expected.equals(&got, options.tolerance))
         })
     }
 }
@@ -163,8 +164,47 @@ fn marked(text: &str) -> Option<&str> {
     end.map(|(end, _)| &rest[..end])
 }
 
-/// Returns the numbers in a text, each as it is written and as a value.
-fn numbers(text: &str) -> impl Iterator<Item = (&str, f64)> {
+/// A number in a text.
+struct Number<'a> {
+    /// As it is written, without its sign.
+    text: &'a str,
+    value: f64,
+}
+
+impl Number<'_> {
+    fn equals(&self, other: &Self, tolerance: Option<f64>) -> bool {
+        if let (None, Some(one), Some(two)) = (tolerance, self.digits(), other.digits()) {
+            let has_sign = |number: &Self| number.value < 0.0;
+            return one == two && has_sign(self) == has_sign(other);
+        }
+        is_close(self.value, other.value, tolerance.unwrap_or(TOLERANCE))
+    }
+
+    /// Returns the digits of a whole number, whether it is written `1200`, `1,200.0` or `1.2e3`.
+    fn digits(&self) -> Option<String> {
+        let text = self.text.replace(',', "").to_ascii_lowercase();
+        let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+        let digits = [whole, fraction].concat();
+        let significant = digits.trim_matches('0');
+        if significant.is_empty() {
+            return Some(String::new());
+        }
+        // How many zeros follow the last digit that is none.
+        let behind = digits.len() - digits.trim_end_matches('0').len();
+        let exponent: i64 = exponent.parse().ok()?;
+        let zeros = exponent
+            .checked_add(i64::try_from(behind).ok()?)?
+            .checked_sub(i64::try_from(fraction.len()).ok()?)?;
+        let zeros = usize::try_from(zeros)
+            .ok()
+            .filter(|_| zeros <= MAX_DIGITS)?;
+        Some(significant.to_owned() + &"0".repeat(zeros))
+    }
+}
+
+/// Returns the numbers in a text.
+fn numbers(text: &str) -> impl Iterator<Item = Number<'_>> {
     let bytes = text.as_bytes();
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -186,7 +226,10 @@ fn numbers(text: &str) -> impl Iterator<Item = (&str, f64)> {
             } else {
                 value
             };
-            return Some((&text[start..at], value));
+            return Some(Number {
+                text: &text[start..at],
+                value,
+            });
         }
         None
     })
@@ -260,6 +303,14 @@ mod tests {
     #[case("18.001", "18", false)]
     #[case("1.8e1", "18", true)]
     #[case("1e400", "18", false)]
+    #[case("12345678901", "12345678902", false)]
+    #[case("12,345,678,902.00", "12345678902", true)]
+    #[case("1.2345678901e10", "12345678902", false)]
+    #[case("1.2345678902e+10", "12345678902", true)]
+    #[case("123456789012345678901", "123456789012345678902", false)]
+    #[case("-7", "7", false)]
+    #[case("0", "-0.0", true)]
+    #[case("12345678901.1", "12345678902.1", true)]
     fn numbers_are_found(#[case] answer: &str, #[case] expected: &str, #[case] holds: bool) {
         let verdict = NumericGrader.grade(&request(answer, expected));
         assert_eq!(
@@ -300,6 +351,14 @@ mod tests {
     }
 
     #[test]
+    fn a_tolerance_holds_for_whole_numbers_too() {
+        let mut asked = request("about 101", "100");
+        assert_eq!(NumericGrader.grade(&asked).reward, Some(0.0));
+        asked.options.insert("tolerance".to_owned(), 0.01.into());
+        assert_eq!(NumericGrader.grade(&asked).reward, Some(1.0));
+    }
+
+    #[test]
     fn options_are_read_strictly() {
         let mut asked = request("PARIS", "Paris");
         asked.options.insert("ignore_case".to_owned(), true.into());
@@ -317,8 +376,13 @@ mod tests {
         #[test]
         fn any_text_is_read(text in "[-0-9.,eE$€−# \\\\boxed{}a]{0,40}") {
             let _ = marked(&text);
-            for (number, value) in numbers(&text) {
-                proptest::prop_assert!(!number.is_empty() && !value.is_nan());
+            for number in numbers(&text) {
+                proptest::prop_assert!(!number.text.is_empty() && !number.value.is_nan());
+                proptest::prop_assert!(number.equals(&number, None) || !number.value.is_finite());
+                if let Some(digits) = number.digits() {
+                    let value = format!("0{digits}").parse().unwrap_or(f64::NAN);
+                    proptest::prop_assert_eq!(number.value.abs(), value);
+                }
             }
         }
     }

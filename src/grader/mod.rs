@@ -22,9 +22,11 @@
 mod answer;
 mod codec;
 mod compare;
+mod lateness;
 mod program;
 mod registry;
 mod reward;
+mod safe_text;
 mod stdio;
 mod unit_test;
 mod verdict;

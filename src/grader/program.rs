@@ -10,10 +10,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 
 use super::codec::Value;
+use super::lateness::{decided, is_late, late};
 use super::unit_test::{
-    GraderError, add_usage, find_late, load_message, loaded_reply, read_outcome, why_not_loaded,
+    GraderError, PRINTED, add_usage, check_lines, load_message, loaded_reply, read_outcome,
+    says_ended, why_not_loaded,
 };
-use super::verdict::{GradeRequest, GradeUsage, TestResult, Verdict};
+use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict};
 use super::{GradeLimits, Grader};
 use crate::sandbox::{Dialogue, Exit, MAX_MESSAGE, Message, Sandbox, Served};
 
@@ -82,6 +84,8 @@ pub struct ProgramGrader {
 struct ProgramOptions {
     /// What the tests import the submission as.
     module: Option<String>,
+    /// Whether what the submission changes in place is not seen by the tests.
+    read_only_arguments: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -110,6 +114,8 @@ struct PythonOptions {
     /// What the grader gets as `task`.
     task: Map<String, serde_json::Value>,
     submission: SubmissionKind,
+    /// Whether what the submission changes in place is not seen by the grader.
+    read_only_arguments: bool,
 }
 
 /// What a submission is.
@@ -173,11 +179,18 @@ impl ProgramGrader {
                 if options.submission == SubmissionKind::Text {
                     code.clear();
                 }
-                json!({"task": options.task, "source": request.code})
+                json!({
+                    "task": options.task,
+                    "source": request.code,
+                    "read_only_arguments": options.read_only_arguments,
+                })
             }
             _ => {
                 let options: ProgramOptions = request.read_options().map_err(fault)?;
-                json!({"module": options.module})
+                json!({
+                    "module": options.module,
+                    "read_only_arguments": options.read_only_arguments,
+                })
             }
         };
         let entries = self.entries(request);
@@ -239,13 +252,18 @@ impl ProgramGrader {
         if size > MAX_MESSAGE {
             return Err(GraderError::TestsTooLarge { size });
         }
+        let mut limits = self.limits.candidate.clone();
+        if self.kind == ProgramKind::Doctest {
+            // What it prints is what examples show. Of the other kinds nobody reads it.
+            limits.stdout = PRINTED;
+        }
         let outcome = self.sandbox.converse(&Dialogue {
             callee: Message {
                 limits: self.limits.loading.clone(),
                 bytes: load,
             },
             proceed_on: loaded_reply(),
-            round: self.limits.candidate.clone(),
+            round: limits,
             max_rounds: 1,
             caller: Message {
                 limits: self.limits.grader.clone(),
@@ -253,25 +271,33 @@ impl ProgramGrader {
             },
         })?;
         add_usage(usage, &outcome);
-        find_late(&outcome)?;
         let Some((served, _)) = &outcome.caller else {
-            return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
+            return match late(&outcome.callee) {
+                Some(exit) => Err(GraderError::late("submission", exit)),
+                None => Ok(Judgement::Invalid(why_not_loaded(&outcome.callee))),
+            };
         };
         let round = outcome.rounds.first();
+        let ended = round.and_then(|round| round.ended.as_ref());
         match served {
             Served::Reply(reply) => {
                 let read = read_reply(reply).unwrap_or_else(|| {
                     Ok(Judgement::Failed("the grader gave no verdict".to_owned()))
                 });
-                let ended = round.and_then(|round| round.ended.as_ref());
-                read.map(|judgement| match ended {
-                    Some(exit) => explain(judgement, exit),
-                    None => judgement,
+                read.and_then(|judgement| match ended {
+                    Some(exit) if round.is_some_and(is_late) => excuse_late(judgement, exit),
+                    Some(exit) => Ok(explain(judgement, exit)),
+                    None => Ok(judgement),
                 })
             }
             Served::Ended(exit) => {
                 let message = format!("the grader's instance {exit}");
+                let has_met_limit =
+                    ended.is_some_and(Exit::is_limit) && !round.is_some_and(is_late);
                 match round {
+                    _ if late(served).is_some() && !has_met_limit => {
+                        Err(GraderError::late("grader", exit))
+                    }
                     Some(_) => Ok(Judgement::Failed(message)),
                     // The submission had no part in it.
                     None => Err(GraderError::broken(message)),
@@ -289,7 +315,10 @@ impl Grader for ProgramGrader {
         };
         let mut usage = GradeUsage::default();
         match self.try_grade(request, &mut usage) {
-            Ok(Judgement::Results(tests)) => Verdict::judged(tests, usage),
+            Ok(Judgement::Results(mut tests)) => {
+                check_lines(&mut tests, &request.code);
+                Verdict::judged(tests, usage)
+            }
             Ok(Judgement::Scored {
                 reward,
                 passed,
@@ -358,7 +387,7 @@ fn read_result(entry: &Value) -> Option<TestResult> {
     };
     let line = match line {
         Value::None => None,
-        Value::Int(line) => Some(u32::try_from(*line).ok()?),
+        Value::Int(line) => u32::try_from(*line).ok(),
         _ => return None,
     };
     let result = read_outcome(name.clone(), status, message, [expected, got])?;
@@ -375,12 +404,35 @@ fn read_named(entry: &Value) -> Option<(String, f64)> {
     }
 }
 
+/// Judges a submission that met its deadline by what was decided before, if anything was.
+fn excuse_late(judgement: Judgement, exit: &Exit) -> Result<Judgement, GraderError> {
+    match judgement {
+        Judgement::Results(mut tests) => {
+            let is_excused =
+                |test: &TestResult| test.status == TestStatus::Failed && says_ended(&test.message);
+            if let Some(first) = tests.iter().position(is_excused) {
+                for test in &mut tests[first..] {
+                    if test.status == TestStatus::Failed {
+                        test.status = TestStatus::NotRun;
+                    }
+                }
+            }
+            match explain(Judgement::Results(tests), exit) {
+                Judgement::Results(tests) => decided(tests).map(Judgement::Results),
+                other => Ok(other),
+            }
+        }
+        Judgement::Scored { message, .. } | Judgement::Invalid(message) if says_ended(&message) => {
+            Err(GraderError::late("submission", exit))
+        }
+        decided => Ok(explain(decided, exit)),
+    }
+}
+
 /// Says how the submission's instance ended, where the guest only knows that it did.
 fn explain(judgement: Judgement, exit: &Exit) -> Judgement {
     let told = |message: &mut String| {
-        let ended = super::unit_test::SUBMISSION_ENDED
-            .iter()
-            .any(|ended| message.ends_with(ended));
+        let ended = says_ended(message);
         if ended {
             *message = format!("the submission {exit}");
         }
@@ -442,10 +494,14 @@ mod tests {
             (results[0].line, results[0].expected.as_deref()),
             (Some(7), Some("1"))
         );
+        let forged = Value::List(vec![entry("failed", Value::Int(-1))]).encode();
+        let Some(Ok(Judgement::Results(results))) = read_reply(&forged) else {
+            panic!("a line that no file has is left out");
+        };
+        assert_eq!(results[0].line, None);
         for bad in [
             Value::List(vec![]),
             Value::List(vec![entry("skipped", Value::None)]),
-            Value::List(vec![entry("passed", Value::Int(-1))]),
             Value::List(vec![entry("passed", Value::text("1"))]),
             Value::Tuple(vec![Value::text("passed"), Value::text("")]),
             Value::text("passed"),

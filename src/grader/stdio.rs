@@ -10,6 +10,8 @@ use bytesize::ByteSize;
 use serde::Deserialize;
 
 use super::compare::{Whitespace, difference};
+use super::lateness::decided;
+use super::safe_text::shorten;
 use super::unit_test::GraderError;
 use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name};
 use super::{GradeLimits, Grader};
@@ -75,14 +77,7 @@ impl StdioGrader {
             stderr: ERROR_OUTPUT,
             ..self.limits.clone()
         };
-        let outcome = self.sandbox.exec(&program, &limits)?;
-        match outcome.exit {
-            exit @ Exit::DeadlineExceeded { .. } => Err(GraderError::Deadline {
-                side: "submission",
-                exit,
-            }),
-            _ => Ok(outcome),
-        }
+        Ok(self.sandbox.exec(&program, &limits)?)
     }
 
     fn try_grade(
@@ -98,10 +93,9 @@ impl StdioGrader {
             return Err(GraderError::NoTests);
         }
         let mut results: Vec<TestResult> = Vec::with_capacity(request.cases.len());
-        let mut met_limit = None;
+        let mut not_run = None;
         for (index, case) in request.cases.iter().enumerate() {
-            if let Some(limit) = &met_limit {
-                let message = format!("not run: the submission {limit} in an earlier test");
+            if let Some(message) = &not_run {
                 results.push(TestResult::new(
                     test_name(index),
                     TestStatus::NotRun,
@@ -120,11 +114,21 @@ impl StdioGrader {
                 return Ok(Verdict::invalid(request.cases.len(), &message, *usage));
             }
             if outcome.exit.is_limit() {
-                met_limit = Some(outcome.exit.to_string());
+                let exit = &outcome.exit;
+                not_run = Some(format!("not run: the submission {exit} in an earlier test"));
+            }
+            if let exit @ Exit::DeadlineExceeded { .. } = &outcome.exit {
+                let message = format!("the submission {exit}");
+                results.push(TestResult::new(
+                    test_name(index),
+                    TestStatus::NotRun,
+                    message,
+                ));
+                continue;
             }
             results.push(judge(index, &case.output, &outcome, &options));
         }
-        Ok(Verdict::judged(results, *usage))
+        Ok(Verdict::judged(decided(results)?, *usage))
     }
 }
 
@@ -165,7 +169,7 @@ fn judge(index: usize, expected: &str, outcome: &ExecOutcome, options: &Options)
     match difference(expected, got, options.whitespace, options.float_tolerance) {
         None => TestResult::new(test_name(index), TestStatus::Passed, ""),
         Some(found) => {
-            let (expected, got) = (shorten(found.expected), shorten(found.got));
+            let [expected, got] = [found.expected, found.got].map(|text| shorten(text, MAX_TEXT));
             let place = match options.whitespace {
                 Whitespace::Tokens => "word",
                 Whitespace::Lines | Whitespace::Exact => "line",
@@ -194,14 +198,6 @@ fn is_syntax_error(outcome: &ExecOutcome) -> bool {
 }
 
 fn last_line(text: &str) -> String {
-    shorten(text.trim_end().lines().next_back().unwrap_or_default())
-}
-
-fn shorten(text: &str) -> String {
-    if text.chars().count() <= MAX_TEXT {
-        return text.to_owned();
-    }
-    let mut short: String = text.chars().take(MAX_TEXT).collect();
-    short.push('…');
-    short
+    let last = text.trim_end().lines().next_back();
+    shorten(last.unwrap_or_default(), MAX_TEXT)
 }

@@ -16,7 +16,9 @@
 //! it, the grader's instance running out of fuel or memory or trapping included: those are reached
 //! through the data it returns. An infrastructure error is what says nothing about a submission:
 //! the sandbox cannot be set up, the task's own setup does not run without any submission, or the
-//! deadline passed before the fuel was used, which depends on the machine's load.
+//! deadline passed before the fuel was used, which depends on the machine's load. Lateness excuses
+//! nothing that was decided without it: a test that failed by itself, or a limit that was met, takes
+//! the reward all the same.
 //!
 //! **When the tests' instance ends.** Only the test that was running has failed by that. It runs
 //! again at the head of a new pair of instances, so that what earlier tests left there is not held
@@ -30,6 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Grader;
 use super::codec::Value;
+use super::lateness::{decided, excuse_late, is_late, late};
 use super::verdict::{
     DEFAULT_GRADER, GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name,
 };
@@ -46,17 +49,22 @@ const MAX_TEST_REPLY: usize = 4 << 10;
 /// The tests that may end the tests' instance before the rest is given up.
 const MAX_ENDS: usize = 3;
 /// What a submission may print for its tests to read, at a time.
-const PRINTED: ByteSize = ByteSize::kib(64);
+pub(super) const PRINTED: ByteSize = ByteSize::kib(64);
 /// No call of the sandbox takes longer.
 const MAX_DEADLINE: Duration = Duration::from_hours(24);
 
 const NO_PROPER_REPLY: &str = "the submission gave no proper reply";
 
-/// How `graders/unit_tests.py` reports a submission that no longer answers.
-pub(super) const SUBMISSION_ENDED: [&str; 2] = [
+/// How the guests' graders report a submission that no longer answers. No exception is reported so.
+const SUBMISSION_ENDED: [&str; 2] = [
     "the submission's instance has ended",
     "the submission ran out of time or memory",
 ];
+
+/// Whether a message says that the submission no longer answers.
+pub(super) fn says_ended(message: &str) -> bool {
+    SUBMISSION_ENDED.contains(&message)
+}
 
 /// What a grading may use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,8 +76,8 @@ pub struct GradeLimits {
     /// fuel, 120 s, 256 MiB. That is enough for the slowest reference solution of MBPP, which takes
     /// 35 billion.
     pub candidate: Limits,
-    /// For one test; default 200 billion fuel, 240 s, 512 MiB. Its deadline includes the
-    /// submission's time.
+    /// For one test; default 200 billion fuel, 480 s, 512 MiB. What the submission takes of either
+    /// is its own.
     pub grader: Limits,
 }
 
@@ -90,7 +98,7 @@ impl Default for GradeLimits {
             grader: Limits {
                 memory: ByteSize::mib(512),
                 fuel: 200_000_000_000,
-                deadline: Duration::from_secs(240),
+                deadline: Duration::from_secs(480),
                 ..candidate.clone()
             },
             loading: candidate.clone(),
@@ -114,7 +122,7 @@ impl GradeLimits {
             grader: Limits {
                 memory: silent.memory.max(defaults.grader.memory),
                 fuel: silent.fuel.saturating_mul(4).min(i64::MAX as u64),
-                deadline: silent.deadline * 2,
+                deadline: silent.deadline.saturating_mul(4).min(MAX_DEADLINE),
                 ..silent.clone()
             },
             loading: silent.clone(),
@@ -186,22 +194,33 @@ impl UnitTestGrader {
                 .sandbox
                 .converse(&self.dialogue(request, options, &load, first)?)?;
             add_usage(usage, &outcome);
-            find_late(&outcome)?;
             let Some((served, _)) = &outcome.caller else {
-                return Ok(Judgement::Invalid(why_not_loaded(&outcome.callee)));
+                return match late(&outcome.callee) {
+                    Some(exit) => Err(GraderError::late("submission", exit)),
+                    None => Ok(Judgement::Invalid(why_not_loaded(&outcome.callee))),
+                };
             };
+            // What follows upon the tests' own rounds explains them, and decides nothing.
+            let rounds = &outcome.rounds[..outcome.rounds.len().min(count - first)];
             let why = match served {
                 Served::Reply(reply) => match read_verdict(reply, first, count - first) {
                     Some(GraderReply::Results(mut verdict)) => {
-                        for (result, round) in verdict.iter_mut().zip(&outcome.rounds) {
+                        excuse_late(&mut verdict, rounds);
+                        for (result, round) in verdict.iter_mut().zip(rounds) {
                             explain(result, round.ended.as_ref());
                         }
                         results.append(&mut verdict);
                         continue;
                     }
                     Some(GraderReply::Invalid(message)) => {
-                        let ended = outcome.rounds.last().and_then(|round| round.ended.as_ref());
-                        return Ok(Judgement::Invalid(explained(&message, ended)));
+                        let last = rounds.last();
+                        let ended = last.and_then(|round| round.ended.as_ref());
+                        return match ended {
+                            Some(exit) if last.is_some_and(is_late) => {
+                                Err(GraderError::late("submission", exit))
+                            }
+                            _ => Ok(Judgement::Invalid(explained(&message, ended))),
+                        };
                     }
                     // It was found before the submission was asked anything.
                     Some(GraderReply::Broken(reason)) => {
@@ -211,10 +230,12 @@ impl UnitTestGrader {
                 },
                 Served::Ended(exit) => format!("the grader's instance {exit}"),
             };
-            let finished = match outcome.rounds.split_last() {
+            let late_grader = late(served);
+            let finished = match (outcome.rounds.split_last(), late_grader) {
+                (None, Some(exit)) => return Err(GraderError::late("grader", exit)),
                 // No test was begun: the submission had no part in it.
-                None => return Err(GraderError::broken(why)),
-                Some((_, before)) => before.get(..count - first).unwrap_or(before),
+                (None, None) => return Err(GraderError::broken(why)),
+                (Some((_, before)), _) => before.get(..count - first).unwrap_or(before),
             };
             for round in finished {
                 let note = Value::decode(&round.note, MAX_TEST_REPLY).ok();
@@ -222,8 +243,19 @@ impl UnitTestGrader {
                 else {
                     return Ok(Judgement::AllFailed(why));
                 };
+                excuse_late(
+                    std::slice::from_mut(&mut result),
+                    std::slice::from_ref(round),
+                );
                 explain(&mut result, round.ended.as_ref());
                 results.push(result);
+            }
+            if late_grader.is_some() {
+                let rest = results.len()..count;
+                results.extend(rest.map(|index| {
+                    TestResult::new(test_name(index), TestStatus::NotRun, why.as_str())
+                }));
+                continue;
             }
             // All tests were over if it ended while it explained one.
             if finished.is_empty() {
@@ -245,7 +277,7 @@ impl UnitTestGrader {
                 }));
             }
         }
-        Ok(Judgement::Results(results))
+        decided(results).map(Judgement::Results)
     }
 
     /// Makes the dialogue about the tests from the one at `first` on.
@@ -297,42 +329,15 @@ pub(super) fn add_usage(usage: &mut GradeUsage, outcome: &DialogueOutcome) {
     }
 }
 
-/// Finds a deadline that has passed, which says nothing about the submission.
-pub(super) fn find_late(outcome: &DialogueOutcome) -> Result<(), GraderError> {
-    let ended = |served: &Served| match served {
-        Served::Ended(exit) => Some(exit.clone()),
-        Served::Reply(_) => None,
-    };
-    let loading = ended(&outcome.callee);
-    let rounds = outcome
-        .rounds
-        .iter()
-        .filter_map(|round| round.ended.clone());
-    let caller = outcome
-        .caller
-        .as_ref()
-        .and_then(|(served, _)| ended(served));
-    let late = |exit: &Exit| matches!(exit, Exit::DeadlineExceeded { .. });
-    let submission = loading.into_iter().chain(rounds).find(late);
-    match (submission, caller.filter(late)) {
-        (Some(exit), _) => Err(GraderError::Deadline {
-            side: "submission",
-            exit,
-        }),
-        (None, Some(exit)) => Err(GraderError::Deadline {
-            side: "grader",
-            exit,
-        }),
-        (None, None) => Ok(()),
-    }
-}
-
 impl Grader for UnitTestGrader {
     fn grade(&self, request: &GradeRequest) -> Verdict {
         let count = request.tests.len();
         let mut usage = GradeUsage::default();
         let verdict = match self.try_grade(request, &mut usage) {
-            Ok(Judgement::Results(tests)) => Verdict::judged(tests, usage),
+            Ok(Judgement::Results(mut tests)) => {
+                check_lines(&mut tests, &request.code);
+                Verdict::judged(tests, usage)
+            }
             Ok(Judgement::AllFailed(message)) => Verdict::all_failed(count, &message, usage),
             Ok(Judgement::Invalid(message)) => Verdict::invalid(count, &message, usage),
             Err(error) => error.verdict(count, usage),
@@ -363,10 +368,10 @@ pub(super) enum GraderError {
     #[error("the task's tests take {size} bytes, more than {MAX_MESSAGE}")]
     TestsTooLarge { size: usize },
     #[error(
-        "the {side}'s instance {exit}, before its fuel was used: the machine is too busy, or the \
-         deadline too short for the fuel"
+        "{what}, before its fuel was used: the machine is too busy, or the deadline too short for \
+         the fuel"
     )]
-    Deadline { side: &'static str, exit: Exit },
+    Deadline { what: String },
     #[error("the task's setup or tests are broken: {reason}")]
     BrokenTask { reason: String },
     #[error("the sandbox failed")]
@@ -374,6 +379,13 @@ pub(super) enum GraderError {
 }
 
 impl GraderError {
+    /// Says whose deadline passed.
+    pub(super) fn late(side: &str, exit: &Exit) -> Self {
+        Self::Deadline {
+            what: format!("the {side}'s instance {exit}"),
+        }
+    }
+
     /// Says what is broken; of a module that is missing, by its name.
     pub(super) fn broken(reason: String) -> Self {
         let missing = reason
@@ -447,23 +459,10 @@ pub(super) fn why_not_loaded(served: &Served) -> String {
                 _ => String::new(),
             };
             let separator = if text.is_empty() { "" } else { ": " };
-            printable(&format!("{kind}{separator}{text}{place}"))
+            format!("{kind}{separator}{text}{place}")
         }
         _ => NO_PROPER_REPLY.to_owned(),
     }
-}
-
-/// Escapes what is not meant to be seen.
-fn printable(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for letter in text.chars() {
-        if letter.is_control() {
-            shown.extend(letter.escape_default());
-        } else {
-            shown.push(letter);
-        }
-    }
-    shown
 }
 
 fn grade_message(
@@ -533,12 +532,20 @@ fn read_result(index: usize, entry: Value) -> Option<TestResult> {
     };
     let line = match line {
         Value::None => None,
-        // A number that no file has is the submission's own invention.
         Value::Int(line) => u32::try_from(*line).ok(),
         _ => return None,
     };
     let result = read_outcome(test_name(index), status, message, [expected, got])?;
     Some(TestResult { line, ..result })
+}
+
+/// Takes out the lines that the submission does not have: an instance that it has taken over may say
+/// anything.
+pub(super) fn check_lines(results: &mut [TestResult], code: &str) {
+    let last = code.lines().count();
+    for result in results {
+        result.line = (result.line).filter(|line| (1..=last).contains(&(*line as usize)));
+    }
 }
 
 /// Reads what the guests' graders say of a test in the same words: how it went, and what was
@@ -579,9 +586,7 @@ fn explain(result: &mut TestResult, ended: Option<&Exit>) {
 
 fn explained(message: &str, ended: Option<&Exit>) -> String {
     match ended {
-        Some(exit) if SUBMISSION_ENDED.iter().any(|end| message.ends_with(end)) => {
-            format!("the submission {exit}")
-        }
+        Some(exit) if says_ended(message) => format!("the submission {exit}"),
         _ => message.to_owned(),
     }
 }
@@ -642,5 +647,22 @@ mod tests {
             check(&request),
             Err(GraderError::EntryPoint { .. })
         ));
+    }
+
+    #[test]
+    fn lines_that_a_submission_does_not_have_are_left_out() {
+        for (line, code, shown) in [
+            (Some(2), "a\nb", Some(2)),
+            (Some(3), "a\nb", None),
+            (Some(0), "a\nb", None),
+            (None, "a", None),
+        ] {
+            let mut results = [TestResult {
+                line,
+                ..TestResult::new("test_1", TestStatus::Failed, "")
+            }];
+            check_lines(&mut results, code);
+            assert_eq!(results[0].line, shown);
+        }
     }
 }

@@ -5,6 +5,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::safe_text::safe;
 use crate::sandbox::Usage;
 
 /// The grader of tasks that name none.
@@ -79,6 +80,9 @@ pub struct TestCase {
 }
 
 /// The outcome of a grading.
+///
+/// However it is made, its texts are safe to show: control characters and marks that turn the
+/// direction of writing, which a submission may have put there, are escaped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     /// 1 if every test passed, else 0, or a score of the grader's own; `None` if we failed to
@@ -147,6 +151,18 @@ pub struct TestResult {
 }
 
 impl TestResult {
+    /// Escapes what could deceive a reader, in every text.
+    fn made_safe(self) -> Self {
+        Self {
+            name: safe(&self.name),
+            message: safe(&self.message),
+            expected: self.expected.as_deref().map(safe),
+            got: self.got.as_deref().map(safe),
+            limit: self.limit.as_deref().map(safe),
+            ..self
+        }
+    }
+
     /// Makes a result that says no more than `message`.
     #[must_use]
     pub fn new(name: impl Into<String>, status: TestStatus, message: impl Into<String>) -> Self {
@@ -208,7 +224,7 @@ impl Verdict {
             } else {
                 VerdictStatus::Failed
             },
-            tests,
+            tests: tests.into_iter().map(TestResult::made_safe).collect(),
             usage,
         }
     }
@@ -232,11 +248,12 @@ impl Verdict {
         } else {
             (VerdictStatus::Failed, TestStatus::Failed)
         };
+        let rewards = rewards.into_iter();
         Self {
             reward: Some(reward),
-            rewards,
+            rewards: rewards.map(|(name, value)| (safe(&name), value)).collect(),
             status,
-            tests: vec![TestResult::new("grade", test, message)],
+            tests: vec![TestResult::new("grade", test, message).made_safe()],
             usage,
         }
     }
@@ -288,7 +305,7 @@ pub(super) fn test_name(index: usize) -> String {
 }
 
 fn same(count: usize, status: TestStatus, message: &str) -> Vec<TestResult> {
-    let result = |index| TestResult::new(test_name(index), status, message);
+    let result = |index| TestResult::new(test_name(index), status, message).made_safe();
     (0..count).map(result).collect()
 }
 

@@ -401,7 +401,11 @@ pub(super) fn add_to_linker(linker: &mut Linker<Host>) -> Result<()> {
 /// Hands a request to the peer, keeps its reply for [`take`], and returns the reply's length.
 fn call(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> {
     let gauge = budget::gauge_of(&mut caller);
-    budget::charge(&mut caller, gauge, CALL_FUEL + BYTE_FUEL * u64::from(length))?;
+    budget::charge(
+        &mut caller,
+        gauge,
+        CALL_FUEL + BYTE_FUEL * u64::from(length),
+    )?;
     let Some(request) = message(&mut caller, pointer, length, MAX_MESSAGE) else {
         return Ok(DEAD);
     };

@@ -18,7 +18,7 @@ use super::wheel::Wheel;
 const PYTHON: &[u8] = include_bytes!("../../wasm-runtimes/cpython/python.wasm.zst");
 
 /// Python modules that the interpreter is started with, by file stem.
-const PYTHON_MODULES: [(&str, &str); 14] = [
+const PYTHON_MODULES: [(&str, &str); 15] = [
     (
         "_grader_asserts",
         include_str!("../../graders/_grader_asserts.py"),
@@ -26,6 +26,10 @@ const PYTHON_MODULES: [(&str, &str); 14] = [
     (
         "_grader_remote",
         include_str!("../../graders/_grader_remote.py"),
+    ),
+    (
+        "_grader_sources",
+        include_str!("../../graders/_grader_sources.py"),
     ),
     (
         "_wardian",

@@ -5,7 +5,6 @@ mod cli;
 mod config;
 mod engine;
 mod grader;
-mod grader_kinds;
 mod layering;
 mod reward_attacks;
 mod run;

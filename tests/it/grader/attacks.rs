@@ -237,8 +237,8 @@ fn objects_do_not_decide(#[case] members: &str, #[case] test: &str, #[case] reas
     assert!(failed_alone(&verdict).contains(reason), "{verdict:?}");
 }
 
-/// Only objects of classes that the task names take part in operations with the tests' data, and
-/// a class that stands in for a function is none of them.
+/// Only what a test makes itself, by calling a class that the task names, takes part in operations
+/// with the test's data; a class that stands in for a function makes nothing of the kind.
 #[test]
 fn classes_that_the_task_names_have_operators() {
     let class = "    def __init__(self, n=0): self.n = n\n    \
@@ -247,17 +247,14 @@ fn classes_that_the_task_names_have_operators() {
                  def __lt__(self, other): return True\n    \
                  def __contains__(self, other): return True\n";
     let named = |name: &str, test: &str| GradeRequest {
-        entry_points: vec![name.to_owned(), "g".to_owned()],
+        entry_points: vec![name.to_owned()],
         tests: vec![test.to_owned()],
-        ..request(
-            &format!("class {name}:\n{class}class A({name}): pass\ndef g(): return A(1)"),
-            &[],
-        )
+        ..request(&format!("class {name}:\n{class}"), &[])
     };
     let tests = [
         "assert NAME(2) - 3 == -1",
-        "assert g() < 0",
-        "assert 5 in g()",
+        "assert NAME(2) < 0",
+        "assert 5 in NAME(2)",
     ];
     for test in tests {
         let request = named("Number", &test.replace("NAME", "Number"));
@@ -270,6 +267,116 @@ fn classes_that_the_task_names_have_operators() {
                 "{name}, {test}: {verdict:?}"
             );
         }
+    }
+}
+
+/// An object that the submission gives for a result is asked nothing, be it one that the test made.
+#[rstest]
+#[case::another("Circle(2).area()", "return Circle(0)")]
+#[case::itself("Circle(2).area()", "return self")]
+#[case::itself_kept("(lambda c: (c.area(), c)[1])(Circle(2))", "return self")]
+#[case::made_before("(lambda c, d: d.area())(Circle(2), Circle(3))", "return made[0]")]
+#[case::made_again("(lambda x: (Circle(5), x)[1])(Circle(2).area())", "return again")]
+#[case::made_for_it("[Circle(2).area(), Circle(5)][1]", "return again")]
+#[case::in_a_list("Circle(2).area()[0]", "return [self]")]
+#[case::of_an_attribute("Circle(2).x", "pass")]
+#[case::of_an_operator("(Circle(2) - Circle(1))", "pass")]
+#[case::of_its_negative("-Circle(2)", "pass")]
+#[case::of_a_function("f()", "pass")]
+#[case::of_its_iterator("next(iter(Circle(2)))", "pass")]
+fn results_do_not_decide(#[case] result: &str, #[case] area: &str) {
+    let code = format!(
+        "made = []\nasked = False\nagain = None\nclass Circle:\n    \
+         def __new__(cls, n):\n        global again\n        self = object.__new__(cls)\n        \
+         if n == 2: again = self\n        \
+         if n == 5: return again\n        made.append(self)\n        return self\n    \
+         def area(self): {area}\n    x = property(lambda s: s)\n    \
+         __sub__ = __rsub__ = lambda s, o: s if type(o) is Circle else says('0')\n    \
+         __neg__ = lambda s: s\n    \
+         __iter__ = lambda s: iter([s])\n    \
+         __lt__ = __gt__ = __contains__ = lambda s, o: says(True)\n\
+         def says(x):\n    global asked\n    asked = True\n    return x\n\
+         def f(): return made[0] if made else Circle(0)\ndef was_asked(): return asked"
+    );
+    for test in ["RESULT < 10", "10 > RESULT", "RESULT - 10", "10 - RESULT"] {
+        let test = test.replace("RESULT", result);
+        let test = format!(
+            "Circle(1)\ntry: {test}\nexcept TypeError as e: assert not was_asked(), e\nelse: assert False, 'decided'"
+        );
+        let test = format!("{test}\ntry: Circle(9) < 10\nfinally: assert was_asked()");
+        let request = GradeRequest {
+            entry_points: vec!["Circle".to_owned(), "f".to_owned(), "was_asked".to_owned()],
+            tests: vec![test],
+            ..request(&code, &[])
+        };
+        let verdict = grader().grade(&request);
+        assert_eq!(verdict.reward, Some(1.0), "{verdict:?}");
+    }
+}
+
+/// A context manager of the submission's swallows what a block of the test raises, but no assertion
+/// of it: one that fails, or one that cannot be evaluated.
+#[rstest]
+#[case::fails("assert 1 == 2", "AssertionError")]
+#[case::raises("assert g() == 3", "ValueError: no")]
+#[case::raises_here("assert [][f()] == 3", "TypeError")]
+#[case::in_a_helper("check()", "ValueError: no")]
+#[case::on_a_line_of_its_own("assert (\n        g()\n        == 3)", "ValueError: no")]
+#[case::of_a_test_case("case.assertEqual(g(), 3)", "ValueError: no")]
+fn a_context_manager_swallows_no_assertion(#[case] body: &str, #[case] message: &str) {
+    let code = "class M:\n    def __enter__(self): pass\n    \
+                def __exit__(self, *_): return True\n\
+                def f(): return M()\ndef g(): raise ValueError('no')";
+    let setup = "import unittest\ncase = unittest.TestCase()\ndef check():\n    assert g() == 3";
+    let request = GradeRequest {
+        setup: vec![setup.to_owned()],
+        entry_points: vec!["f".to_owned(), "g".to_owned()],
+        tests: vec![
+            format!("with f():\n    {body}"),
+            // Else it is the test's affair.
+            "with f():\n    g()\nwith f():\n    1 / 0".to_owned(),
+        ],
+        ..request(code, &[])
+    };
+    let verdict = grader().grade(&request);
+    assert!(failed_alone(&verdict).starts_with(message), "{verdict:?}");
+    for grader in ["pytest", "script"] {
+        let test = format!(
+            "{setup}\ndef test_a():\n    with f():\n        {}\ntest_a()",
+            body.replace('\n', "\n    ")
+        );
+        let request = GradeRequest {
+            grader: grader.to_owned(),
+            setup: Vec::new(),
+            tests: vec![test],
+            ..request.clone()
+        };
+        let verdict = super::common::graders().grade(&request);
+        assert_eq!(verdict.reward, Some(0.0), "{verdict:?}");
+        assert!(verdict.tests[0].message.starts_with(message), "{verdict:?}");
+    }
+}
+
+/// A line that the submission does not have is none of a verdict's.
+#[rstest]
+#[case("1", Some(1))]
+#[case("10", Some(10))]
+#[case("11", None)]
+#[case("0", None)]
+#[case("-1", None)]
+#[case("1 << 40", None)]
+#[case("10 ** 5000", None)]
+fn a_forged_line_is_not_shown(#[case] line: &str, #[case] shown: Option<u32>) {
+    let code = forging(&format!(
+        "E((1, None, Raw(('exception', (Raw(('named', 'ValueError')), ('no',), None))), {line}))"
+    ));
+    assert_eq!(code.lines().count(), 10);
+    let list = grade(&code, &["f(0)\nf(1)"]);
+    let program = super::common::judge("pytest", "def test_a():\n    f(0)\n    f(1)", &code);
+    for verdict in [list, program] {
+        let test = &verdict.tests[0];
+        assert!(test.message.starts_with("ValueError: no"), "{verdict:?}");
+        assert_eq!(test.line, shown, "{verdict:?}");
     }
 }
 
@@ -495,28 +602,6 @@ fn fuel_is_for_one_test() {
         failed_alone(&verdict).contains("ran out of fuel"),
         "{verdict:?}"
     );
-}
-
-/// Time that ran out before the fuel did says nothing about the submission, in whatever test.
-#[rstest]
-#[case::submission("f(1)")]
-#[case::submission_in_a_callback("f(2, lambda: f(1))")]
-fn a_deadline_is_our_fault(#[case] test: &str) {
-    let limits = GradeLimits {
-        candidate: Limits {
-            fuel: 1 << 50,
-            deadline: std::time::Duration::from_millis(100),
-            ..GradeLimits::default().candidate
-        },
-        ..GradeLimits::default()
-    };
-    let code = "def f(x, g=None):\n    while x == 1: pass\n    return g() if g else x";
-    let verdict = grader_with(limits).grade(&request(code, &["assert f(0) == 0", test]));
-    assert_eq!(
-        (verdict.status, verdict.reward),
-        (VerdictStatus::InfraError, None)
-    );
-    assert!(verdict.tests[0].message.contains("deadline"), "{verdict:?}");
 }
 
 /// Data that wears out the tests' instance costs the test that met it, and no other one.
