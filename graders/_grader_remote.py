@@ -343,7 +343,7 @@ def _finish(coroutine):
         asyncio._set_running_loop(running)
 
 
-_ANSWERS = {"call": _call_export, "next": _next_of}
+answers = {"call": _call_export, "next": _next_of}
 
 
 def answer(message):
@@ -351,10 +351,10 @@ def answer(message):
     known = snapshot = changes = None
     try:
         (operation, *operands), known, _ = _decode(message)
-        if type(operation) is not str or operation not in _ANSWERS:
+        if type(operation) is not str or operation not in answers:
             raise ValueError("malformed request")
         snapshot = _wardian_guest.snapshot(known)
-        value = _ANSWERS[operation](*operands)
+        value = answers[operation](*operands)
         if snapshot is not None:
             changes = _wardian_guest.changes(snapshot)
         return _encode_result((0, changes, value), known)

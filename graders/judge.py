@@ -81,11 +81,20 @@ def _watching(bench):
             if bench.shows_output and not bridge_errors():
                 _show_output(original)
 
+    def called_back(*message):
+        # What the submission printed before it called comes before what the function prints.
+        if bench.shows_output and not bridge_errors():
+            _show_output(original)
+        return call(*message)
+
+    call = _grader_remote.answers["call"]
     _grader_remote.request = watched
+    _grader_remote.answers["call"] = called_back
     try:
         yield
     finally:
         _grader_remote.request = original
+        _grader_remote.answers["call"] = call
 
 
 def _show_output(request):

@@ -250,6 +250,12 @@ impl ProgramGrader {
         }
         let size = message.len();
         if size > MAX_MESSAGE {
+            // A user's grader gets the submission's text as well, in JSON.
+            let text = serde_json::to_string(&request.code).map_or(0, |text| text.len());
+            if self.kind == ProgramKind::Python && size - text.min(size) <= MAX_MESSAGE {
+                let message = format!("the submission takes {text} bytes, written as JSON");
+                return Ok(Judgement::Invalid(message));
+            }
             return Err(GraderError::TestsTooLarge { size });
         }
         let mut limits = self.limits.candidate.clone();

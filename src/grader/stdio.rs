@@ -15,7 +15,7 @@ use super::safe_text::shorten;
 use super::unit_test::GraderError;
 use super::verdict::{GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name};
 use super::{GradeLimits, Grader};
-use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, Sandbox};
+use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, MAX_MESSAGE, Sandbox};
 
 /// What a program may print beyond what is expected, before it is cut.
 const SPARE_OUTPUT: u64 = 64 << 10;
@@ -91,6 +91,11 @@ impl StdioGrader {
         })?;
         if request.cases.is_empty() {
             return Err(GraderError::NoTests);
+        }
+        let size = request.code.len();
+        if size > MAX_MESSAGE {
+            let message = format!("the submission takes {size} bytes");
+            return Ok(Verdict::invalid(request.cases.len(), &message, *usage));
         }
         let mut results: Vec<TestResult> = Vec::with_capacity(request.cases.len());
         let mut not_run = None;

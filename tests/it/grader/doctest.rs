@@ -88,17 +88,24 @@ second
 >>> f(0)
 Traceback (most recent call last):
 ZeroDivisionError: division by zero
+>>> twice(lambda n: print('callback', n))
+one
+callback 1
+two
+callback 2
+three
 ";
     let code = "import sys\ndef f(x):\n    print('a')\n    sys.stdout.write('b\\n')\n    1 / x\n    return 2 * x\n\
                 class C:\n    def __init__(self): print('made')\n    @property\n    \
                 def x(self):\n        print('read')\n        return 1\n\
-                def it():\n    print('first')\n    yield 1\n    print('second')\n    yield 2";
+                def it():\n    print('first')\n    yield 1\n    print('second')\n    yield 2\n\
+                def twice(g):\n    print('one')\n    g(1)\n    print('two')\n    g(2)\n    print('three')";
     let grade = |code: &str| {
         graders().grade(&GradeRequest {
             grader: "doctest".to_owned(),
             code: code.to_owned(),
             tests: vec![example.to_owned()],
-            entry_points: ["f", "C", "it"].map(str::to_owned).to_vec(),
+            entry_points: ["f", "C", "it", "twice"].map(str::to_owned).to_vec(),
             ..GradeRequest::default()
         })
     };

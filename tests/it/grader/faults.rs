@@ -320,3 +320,34 @@ fn a_module_that_a_test_imports_is_missing(#[case] statement: &str) {
     let verdict = judge("pytest", &test, "def f(x): return x");
     assert_infra(&verdict, "the tests import `pandas`");
 }
+
+/// A submission that is too long to be graded is the policy's, as is one that is in JSON.
+#[rstest]
+#[case("unit_tests", "x".repeat(17 << 20))]
+#[case("check", "x".repeat(17 << 20))]
+#[case("stdio", "x".repeat(17 << 20))]
+#[case("python", "x".repeat(17 << 20))]
+#[case("python", format!("#{}", "\x01".repeat(3 << 20)))]
+fn a_submission_that_is_too_long_is_invalid(#[case] grader: &str, #[case] code: String) {
+    let test = "def check(f): f(1)\ndef grade(candidate, task): return 1";
+    let request = GradeRequest {
+        grader: grader.to_owned(),
+        code,
+        tests: vec![test.to_owned()],
+        entry_points: vec!["f".to_owned()],
+        cases: vec![TestCase::default()],
+        ..GradeRequest::default()
+    };
+    let verdict = graders().grade(&request);
+    assert_eq!(
+        (verdict.status, verdict.reward),
+        (VerdictStatus::Invalid, Some(0.0)),
+        "{:?}",
+        verdict.tests[0]
+    );
+    assert!(
+        verdict.tests[0].message.starts_with("the submission takes"),
+        "{:?}",
+        verdict.tests[0]
+    );
+}
