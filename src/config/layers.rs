@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize as _;
 use toml::{Table, Value};
 
-use super::{ConfigError, RunConfig};
+use super::{ConfigError, Preset, RunConfig};
 
 /// The largest run file that is read; they are a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -68,6 +68,14 @@ impl RunConfig {
             let layer = parse_set(set.as_ref())?;
             check(&layer, &format!("`--set {}`", set.as_ref()))?;
             merge(&mut merged, layer);
+        }
+        // Checked above, so what does not parse is not there.
+        let preset =
+            (merged.get("preset").cloned()).and_then(|name| Preset::deserialize(name).ok());
+        if let Some(preset) = preset {
+            let mut base: Table = preset.text().parse().map_err(syntax)?;
+            merge(&mut base, merged);
+            merged = base;
         }
         let config = Self::deserialize(merged).map_err(syntax)?;
         config.validate()?;
@@ -196,6 +204,7 @@ fn check_section(
 /// Returns a configuration with a value for every key, also for those that have none by default.
 fn every_key() -> RunConfig {
     let mut config = RunConfig::default();
+    config.preset = Some(Preset::Trl);
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
     config.task.split = Some(crate::task::Split::Train);
@@ -204,19 +213,29 @@ fn every_key() -> RunConfig {
     config.task.grader = Some(String::new());
     config.task.limit = Some(1);
     config.rollout.system_prompt = Some(String::new());
+    config.trainer.dual_clip = Some(3.0);
+    config.trainer.sampler_correction_min = Some(0.0);
+    config.trainer.off_policy_threshold = Some(1.0);
+    config.trainer.overlong_limit = Some(1);
     config.eval.limit = Some(1);
     config
 }
 
 /// What TRL's `GRPOConfig` calls some keys.
-const RENAMED: [(&str, &str); 7] = [
+const RENAMED: [(&str, &str); 13] = [
+    ("delta", "trainer.dual_clip"),
     ("epsilon", "trainer.clip_low"),
     ("epsilon_high", "trainer.clip_high"),
     ("loss_type", "trainer.loss"),
+    ("lr_scheduler_type", "trainer.lr_schedule"),
+    ("mask_truncated_completions", "trainer.mask_truncated"),
     ("max_completion_length", "rollout.max_new_tokens"),
     ("max_steps", "trainer.steps"),
     ("max_tool_calling_iterations", "rollout.max_turns"),
+    ("multi_objective_aggregation", "trainer.reward_aggregation"),
     ("num_generations", "rollout.group_size"),
+    ("off_policy_mask_threshold", "trainer.off_policy_threshold"),
+    ("use_bias_correction_kl", "trainer.kl_bias_correction"),
 ];
 
 /// Says which known key was probably meant: the nearest of the section, TRL's name for one, or one
@@ -279,7 +298,29 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 8);
+        assert_eq!(json.as_object().unwrap().len(), 9);
+    }
+
+    #[test]
+    fn a_preset_lies_under_the_file_and_reads_back() {
+        for preset in Preset::ALL {
+            let name = Value::try_from(preset).unwrap();
+            let text = format!("preset = {name}\nmodel.path = 'm'\ntask.path = 't'\n");
+            let config = RunConfig::from_toml(&text, &["trainer.learning_rate=1e-3"]).unwrap();
+            assert_eq!(config.preset, Some(preset));
+            // What is set goes before the preset, and the preset before the defaults.
+            assert_eq!(
+                (config.model.path.as_str(), config.trainer.learning_rate),
+                ("m", 1e-3)
+            );
+            assert_ne!(config.trainer, RunConfig::default().trainer);
+            let again = RunConfig::from_toml::<&str>(&config.to_toml().unwrap(), &[]).unwrap();
+            assert_eq!(again, config);
+        }
+        let seed = RunConfig::from_toml("", &["preset=seed-mbpp"]).unwrap();
+        assert_eq!(seed.rollout.group_size * seed.rollout.groups_per_step, 8);
+        let error = RunConfig::from_toml("", &["preset=grpo"]).unwrap_err();
+        assert!(error.to_string().contains("seed-mbpp"), "{error}");
     }
 
     #[test]

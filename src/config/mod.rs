@@ -1,7 +1,8 @@
-//! The run file: defaults < file < `--set`, validated with key paths.
+//! The run file: defaults < preset < file < `--set`, validated with key paths.
 //!
 //! A run is described by one TOML file, `run.toml`, and read with [`RunConfig::load`]. Every key has
-//! a default except `model.path` and `task.path`; `--set section.key=value` replaces single keys.
+//! a default except `model.path` and `task.path`; a [`Preset`] replaces defaults, and
+//! `--set section.key=value` replaces single keys.
 //! Unknown keys are refused with the nearest known one, and [`RunConfig::validate`] reports all
 //! values that make no sense together, each with its key, its value and what to do.
 //! [`RunConfig::to_toml`] writes the resolved file, which reads back as the same run.
@@ -11,6 +12,7 @@
 
 mod error;
 mod layers;
+mod preset;
 mod units;
 mod validate;
 
@@ -25,6 +27,7 @@ use crate::sandbox::{Meter, Restore, RuntimeName};
 use crate::task::Split;
 
 pub use error::{ConfigError, Issue};
+pub use preset::Preset;
 
 /// Everything that a run is made of.
 ///
@@ -44,6 +47,10 @@ pub use error::{ConfigError, Issue};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
+    /// Settings of a paper or another trainer to start from; every other key goes before them; none
+    /// unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preset: Option<Preset>,
     /// Seeds task order, sampling, adapter initialization and bootstrap; 0 unless given.
     pub seed: u64,
     /// The policy.
@@ -284,17 +291,90 @@ pub struct TrainerConfig {
     pub adam_epsilon: f64,
     /// The norm that gradients are scaled down to; 1.0 unless given.
     pub max_grad_norm: f64,
-    /// Which mean of the token losses is taken; `dapo` unless given.
+    /// How the step size goes on after warm-up; `constant` unless given.
+    pub lr_schedule: LrSchedule,
+    /// Which loss is taken; `dapo` unless given.
     pub loss: LossType,
-    /// How rewards are scaled into advantages; `group` unless given.
+    /// What a reward is compared with; `group` unless given.
+    pub advantage: AdvantageEstimator,
+    /// What advantages are divided by with `advantage = "group"`; `group` unless given.
     pub scale_rewards: ScaleRewards,
-    /// How far a probability ratio may fall below 1 before it is clipped; 0.2 unless given.
+    /// Added to the standard deviation that advantages are divided by; 1e-4 unless given, as in TRL;
+    /// verl has 1e-6.
+    pub advantage_epsilon: f64,
+    /// Whether parts of the reward are summed before they are compared, or each compared by itself;
+    /// `sum` unless given.
+    pub reward_aggregation: RewardAggregation,
+    /// How far a probability ratio may fall below 1 before it is clipped; 0.2 unless given. GSPO's
+    /// ratios are of whole sequences, and its paper has 3e-4.
     pub clip_low: f64,
-    /// How far it may rise above 1; 0.28 unless given (DAPO, arXiv:2503.14476, section 3.1).
+    /// How far it may rise above 1; 0.28 unless given (DAPO, arXiv:2503.14476, section 3.1); 4e-4 in
+    /// GSPO's paper.
     pub clip_high: f64,
+    /// With a clipped loss, the multiple of a negative advantage that a token's loss is bounded by
+    /// (dual clip, arXiv:1912.09729); no bound unless given. verl has 3.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dual_clip: Option<f64>,
+    /// With `loss = "cispo"`, the smallest weight of a token, which is its ratio; 0 unless given. For
+    /// verl's `clip_ratio_low` of 0.2 give 0.8.
+    pub cispo_min: f64,
+    /// With `loss = "cispo"`, the largest weight; 5 unless given, as TRL's `epsilon_high`. For verl's
+    /// `clip_ratio_high` of 0.28 give 1.28.
+    pub cispo_max: f64,
+    /// With `loss = "sapo"`, the steepness of the gate for positive advantages; 1 unless given.
+    pub sapo_tau_positive: f64,
+    /// With `loss = "sapo"`, the steepness for other advantages; 1.05 unless given.
+    pub sapo_tau_negative: f64,
+    /// With `loss = "dppo"`, how far a token's probability may move, down with a negative advantage
+    /// and up with a positive one, before it is left out; 0.2 unless given.
+    pub dppo_threshold: f64,
+    /// With `loss = "dppo"`, the weight of the squared log ratio; 1e-3 unless given.
+    pub dppo_kl: f64,
     /// Weight of the KL divergence from the base model, which is the policy with its adapter off; 0
     /// unless given, which needs no reference pass.
     pub beta: f64,
+    /// Which estimate of the divergence is taken; `k3` unless given.
+    pub kl_estimator: KlEstimator,
+    /// Multiply the divergence by the ratio, so that its gradient is that of the reverse KL
+    /// (arXiv:2512.02556); true unless given, as in TRL 1.16.
+    pub kl_bias_correction: bool,
+    /// Take `beta` times the divergence of an answer, by the k1 estimate, off its reward instead of
+    /// adding it to the loss; false unless given.
+    pub kl_in_reward: bool,
+    /// Weight of the mean entropy of the sampled tokens, which is added to what is maximised; 0 unless
+    /// given.
+    pub entropy_coef: f64,
+    /// Weights for tokens that were sampled with other log-probabilities than the trainer computes;
+    /// `off` unless given: here both are computed alike.
+    pub sampler_correction: SamplerCorrection,
+    /// The largest such weight; 3 unless given.
+    pub sampler_correction_max: f64,
+    /// The smallest such weight; none unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sampler_correction_min: Option<f64>,
+    /// Leave out answers with a negative advantage whose mean difference between the sampler's
+    /// log-probabilities and the trainer's is above this (arXiv:2512.02556, equation 9); none unless
+    /// given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub off_policy_threshold: Option<f64>,
+    /// Stop where the mean difference between the sampler's log-probabilities and the trainer's is
+    /// above this in a step's first pass: it should be 0, and a run that goes on would learn from
+    /// noise; 0.05 unless given.
+    pub max_kl_sample_train: f64,
+    /// Draw further tasks in place of those whose rewards are all alike, until a step has its groups
+    /// (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2); false unless given.
+    pub dynamic_sampling: bool,
+    /// Draws of `rollout.groups_per_step` tasks that one step may make for that; 4 unless given. After
+    /// them it makes do with what it has.
+    pub max_draws: u64,
+    /// Sampled tokens at which an answer has lost all of `overlong_weight` (DAPO, arXiv:2503.14476,
+    /// equation 13); no penalty unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlong_limit: Option<usize>,
+    /// Tokens below that limit over which the penalty grows; 512 unless given.
+    pub overlong_margin: usize,
+    /// What an answer loses at the limit; 1 unless given.
+    pub overlong_weight: f64,
     /// Passes over the episodes of a step; 1 unless given, which is on-policy.
     pub num_iterations: usize,
     /// Whether episodes that were cut off by a limit are left out of the loss; false unless given.
@@ -330,11 +410,36 @@ impl Default for TrainerConfig {
             adam_beta2: 0.999,
             adam_epsilon: 1e-8,
             max_grad_norm: 1.0,
+            lr_schedule: LrSchedule::Constant,
             loss: LossType::Dapo,
+            advantage: AdvantageEstimator::Group,
             scale_rewards: ScaleRewards::Group,
+            advantage_epsilon: 1e-4,
+            reward_aggregation: RewardAggregation::Sum,
             clip_low: 0.2,
             clip_high: 0.28,
+            dual_clip: None,
+            cispo_min: 0.0,
+            cispo_max: 5.0,
+            sapo_tau_positive: 1.0,
+            sapo_tau_negative: 1.05,
+            dppo_threshold: 0.2,
+            dppo_kl: 1e-3,
             beta: 0.0,
+            kl_estimator: KlEstimator::K3,
+            kl_bias_correction: true,
+            kl_in_reward: false,
+            entropy_coef: 0.0,
+            sampler_correction: SamplerCorrection::Off,
+            sampler_correction_max: 3.0,
+            sampler_correction_min: None,
+            off_policy_threshold: None,
+            max_kl_sample_train: 0.05,
+            dynamic_sampling: false,
+            max_draws: 4,
+            overlong_limit: None,
+            overlong_margin: 512,
+            overlong_weight: 1.0,
             num_iterations: 1,
             mask_truncated: false,
             micro_batch_tokens: 16_384,
@@ -369,16 +474,59 @@ pub enum TrainMode {
     Full,
 }
 
-/// Which mean of the token losses is taken.
+/// How a step size goes on after warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LrSchedule {
+    /// It stays.
+    Constant,
+    /// It falls along a line to 0 at the run's end.
+    Linear,
+    /// It falls along half a cosine to 0 at the run's end.
+    Cosine,
+}
+
+/// Which loss is taken: how ratios are bounded, and which mean of the token losses is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossType {
-    /// Mean over each episode's tokens, then over episodes (Shao et al. 2024, arXiv:2402.03300).
+    /// Clipped ratios; mean over each episode's tokens, then over episodes (Shao et al. 2024,
+    /// arXiv:2402.03300).
     Grpo,
-    /// Mean over all tokens of the step (Yu et al. 2025, arXiv:2503.14476).
+    /// Clipped ratios; mean over all tokens of the step (Yu et al. 2025, arXiv:2503.14476).
     Dapo,
-    /// Sum over tokens by a constant length (Liu et al. 2025, arXiv:2503.20783).
+    /// What TRL calls so takes the mean over the tokens of a micro-batch. Here micro-batches change
+    /// nothing, so it is `dapo`.
+    Bnpo,
+    /// Clipped ratios; sum over tokens by a constant length (Liu et al. 2025, arXiv:2503.20783).
     DrGrpo,
+    /// Clipped ratios of whole sequences; mean over episodes (Zheng et al. 2025, arXiv:2507.18071).
+    Gspo,
+    /// Bounded ratios as weights of the log-probabilities, so that no token loses its gradient; mean
+    /// over all tokens (`MiniMax`-M1, arXiv:2506.13585).
+    Cispo,
+    /// Ratios through a soft gate; mean over each episode's tokens, then over episodes
+    /// (arXiv:2511.20347).
+    Sapo,
+    /// Ratios bounded by how far the probability moves; mean over all tokens (arXiv:2602.04879).
+    Dppo,
+}
+
+/// What a reward is compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdvantageEstimator {
+    /// The mean of its group (GRPO; Dr. GRPO with `scale_rewards = "none"`).
+    Group,
+    /// The mean of the others (RLOO, arXiv:2402.14740).
+    Rloo,
+    /// The mean of the others, divided by their standard deviation.
+    LeaveOneOut,
+    /// The mean of its group, divided by it (MaxRL, arXiv:2602.02710); for rewards that are not
+    /// negative.
+    MaxRl,
+    /// The mean of its group, whitened over the step's tokens (arXiv:2501.03262).
+    ReinforcePlusPlusBaseline,
 }
 
 /// How rewards are scaled into advantages, after their group's mean is taken off.
@@ -387,8 +535,52 @@ pub enum LossType {
 pub enum ScaleRewards {
     /// By the standard deviation of the group.
     Group,
+    /// By the standard deviation of all rewards of the step (arXiv:2508.08221).
+    Batch,
     /// Not at all.
     None,
+}
+
+/// How several parts of a reward come together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RewardAggregation {
+    /// They are summed by weight and the sum is compared with the group's.
+    Sum,
+    /// Each is compared with the group's by itself, and then they are summed by weight (GDPO,
+    /// arXiv:2601.05242).
+    Gdpo,
+}
+
+/// How the divergence from the reference is estimated from a sampled token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KlEstimator {
+    /// `log p - log ref`.
+    K1,
+    /// Half its square.
+    K2,
+    /// `ref / p - 1 - log(ref / p)`.
+    K3,
+}
+
+/// Weights for tokens that were sampled with other log-probabilities than the trainer computes, by
+/// TRL's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SamplerCorrection {
+    /// No weights.
+    Off,
+    /// Each token's ratio, at most `sampler_correction_max`.
+    TokenTruncate,
+    /// Each token's ratio; tokens beyond the bounds are left out.
+    TokenMask,
+    /// The product over the answer, at most `sampler_correction_max`.
+    SequenceTruncate,
+    /// The product over the answer; answers beyond the bounds are left out.
+    SequenceMask,
+    /// The geometric mean over the answer; answers beyond the bounds are left out.
+    GeometricMask,
 }
 
 /// How the policy is measured.

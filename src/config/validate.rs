@@ -297,6 +297,7 @@ impl RunConfig {
             trainer.clip_high,
             "make it above 0: ratios are clipped to at most `1 + clip_high`",
         );
+        self.validate_loss(issues);
         issues.require(
             trainer.num_iterations >= 1,
             "trainer.num_iterations",
@@ -329,6 +330,95 @@ impl RunConfig {
             "trainer.keep_checkpoints",
             trainer.keep_checkpoints,
             "make it at least 1",
+        );
+    }
+
+    fn validate_loss(&self, issues: &mut Issues) {
+        let trainer = &self.trainer;
+        for (key, value) in [
+            ("trainer.advantage_epsilon", trainer.advantage_epsilon),
+            ("trainer.cispo_max", trainer.cispo_max),
+            ("trainer.sapo_tau_positive", trainer.sapo_tau_positive),
+            ("trainer.sapo_tau_negative", trainer.sapo_tau_negative),
+            ("trainer.dppo_threshold", trainer.dppo_threshold),
+            (
+                "trainer.sampler_correction_max",
+                trainer.sampler_correction_max,
+            ),
+            ("trainer.max_kl_sample_train", trainer.max_kl_sample_train),
+        ] {
+            issues.require(
+                value > 0.0 && value.is_finite(),
+                key,
+                value,
+                "make it above 0",
+            );
+        }
+        for (key, value) in [
+            ("trainer.dppo_kl", trainer.dppo_kl),
+            ("trainer.overlong_weight", trainer.overlong_weight),
+        ] {
+            issues.require(
+                value >= 0.0 && value.is_finite(),
+                key,
+                value,
+                "make it at least 0",
+            );
+        }
+        issues.require(
+            (0.0..=trainer.cispo_max).contains(&trainer.cispo_min),
+            "trainer.cispo_min",
+            trainer.cispo_min,
+            "make it from 0 to `trainer.cispo_max`: both bound the ratio itself, not its distance from 1",
+        );
+        issues.require(
+            trainer
+                .dual_clip
+                .is_none_or(|bound| bound > 1.0 && bound.is_finite()),
+            "trainer.dual_clip",
+            trainer.dual_clip.unwrap_or_default(),
+            "make it above 1, usually 3, or leave it out",
+        );
+        issues.require(
+            trainer.entropy_coef.is_finite(),
+            "trainer.entropy_coef",
+            trainer.entropy_coef,
+            "make it a finite number",
+        );
+        let minimum = trainer.sampler_correction_min;
+        issues.require(
+            minimum.is_none_or(|min| (0.0..=trainer.sampler_correction_max).contains(&min)),
+            "trainer.sampler_correction_min",
+            minimum.unwrap_or_default(),
+            "make it from 0 to `trainer.sampler_correction_max`, or leave it out",
+        );
+        issues.require(
+            trainer
+                .off_policy_threshold
+                .is_none_or(|threshold| threshold > 0.0),
+            "trainer.off_policy_threshold",
+            trainer.off_policy_threshold.unwrap_or_default(),
+            "make it above 0, or leave it out",
+        );
+        issues.require(
+            !trainer.kl_in_reward || trainer.beta > 0.0,
+            "trainer.kl_in_reward",
+            trainer.kl_in_reward,
+            "give `trainer.beta`, which it is weighed by",
+        );
+        issues.require(
+            (1..=1000).contains(&trainer.max_draws),
+            "trainer.max_draws",
+            trainer.max_draws,
+            "make it from 1 to 1000",
+        );
+        issues.require(
+            trainer
+                .overlong_limit
+                .is_none_or(|limit| trainer.overlong_margin <= limit),
+            "trainer.overlong_margin",
+            trainer.overlong_margin,
+            "make it at most `trainer.overlong_limit`",
         );
     }
 

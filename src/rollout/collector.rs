@@ -52,6 +52,17 @@ pub struct CollectionSeed<'a> {
     pub purpose: &'a str,
     /// The policy's step.
     pub step: u64,
+    /// Which collection of the step it is, from 0.
+    pub draw: u64,
+}
+
+impl CollectionSeed<'_> {
+    /// Returns the seed of what is done with a task for `purpose`.
+    #[must_use]
+    pub fn of_task(&self, purpose: &str, task_id: &str) -> u64 {
+        // A later draw of a step is another one of the same task, like a later visit.
+        derive_seed(self.run, purpose, self.step, task_id).wrapping_add(self.draw << 32)
+    }
 }
 
 /// What one collection cost.
@@ -219,7 +230,8 @@ impl<'a> Collector<'a> {
                 limit: self.config.max_context,
             });
         }
-        let task_seed = derive_seed(seed.run, seed.purpose, seed.step, &request.task_id)
+        let task_seed = seed
+            .of_task(seed.purpose, &request.task_id)
             .wrapping_add(visit as u64);
         let seeds: Vec<SequenceSeed> = (0..episodes.len())
             .map(|i| SequenceSeed::new(seed.run, task_seed, i as u64))

@@ -20,4 +20,16 @@ impl RolloutGroup {
             .map(|trajectory| trajectory.reward)
             .collect()
     }
+
+    /// Returns whether the rewards of the episodes that can be learned from differ, so that a
+    /// comparison teaches something (DAPO, arXiv:2503.14476, equation 11).
+    #[must_use]
+    pub fn is_informative(&self) -> bool {
+        let mut rewards = (self.trajectories.iter())
+            .filter(|trajectory| trajectory.is_trainable())
+            .filter_map(|trajectory| trajectory.reward);
+        rewards
+            .next()
+            .is_some_and(|first| rewards.any(|reward| reward != first))
+    }
 }

@@ -31,6 +31,7 @@ pub fn evaluate(
         run: config.seed,
         purpose: "eval",
         step: 0,
+        draw: 0,
     };
     let mut all_groups = Vec::with_capacity(tasks.len());
     let mut done = 0;

@@ -4,7 +4,9 @@
 //! the grader. On it, [`train`] runs GRPO, [`sft`] imitates demonstrations and [`evaluate`]
 //! measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
 
+mod algorithm;
 mod demos;
+mod draw;
 mod error;
 mod evaluate;
 mod folder;

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use super::algorithm::optimizer_config;
 use super::evaluate::evaluate;
-use super::train::{new_engine, optimizer_config, recomputes};
+use super::train::{new_engine, recomputes};
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;

@@ -7,19 +7,20 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::algorithm::{grpo_config, optimizer_config, schedule};
+use super::draw::TaskDraws;
 use super::evaluate::evaluate;
 use super::folder::RunFolder;
 use super::policy::Policy;
 use super::summary::{Difference, Measured, Summary};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
-use crate::config::{LossType, RunConfig, ScaleRewards};
+use crate::config::RunConfig;
 use crate::engine::{Engine, EngineConfig};
-use crate::rollout::{CollectionSeed, Collector, CollectorStats, RolloutGroup, derive_seed};
+use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, AdamWConfig, AdvantageConfig, Aggregation, GrpoConfig, GrpoTrainer, LossConfig,
-    LrSchedule, PassConfig, ScheduleKind, StepMetrics, TrainState, prune_checkpoints,
-    save_checkpoint, shuffle_rewards,
+    AdamW, GrpoTrainer, StepMetrics, TrainState, prune_checkpoints, save_checkpoint,
+    shuffle_rewards,
 };
 use crate::trajectory::{Status, StepWriter, Trajectory};
 
@@ -35,6 +36,9 @@ struct MetricsRow {
     metrics: StepMetrics,
     #[serde(flatten)]
     episodes: EpisodeMetrics,
+    /// Groups that dynamic sampling replaced.
+    #[serde(rename = "episodes/groups_set_aside")]
+    set_aside: usize,
     num_tokens: u64,
     step_time: f64,
     generate_time: f64,
@@ -162,42 +166,34 @@ pub fn train(
         step: 0,
         report: &before,
     });
-    let collector_config = workbench.collector(config.rollout.temperature);
+    let mut draws = TaskDraws {
+        config,
+        policy,
+        workbench,
+        tasks: &tasks,
+        collector: workbench.collector(config.rollout.temperature),
+        drawn: 0,
+    };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     let mut tokens = 0;
     for step in 1..=steps {
         let step_started = Instant::now();
-        let batch = tasks.batch(config.seed, step as u64 - 1, config.rollout.groups_per_step);
-        let seed = CollectionSeed {
-            run: config.seed,
-            purpose: "train",
-            step: step as u64,
-        };
-        let requests = batch
-            .into_iter()
-            .map(|task| workbench.group(task, config.rollout.group_size, seed))
-            .collect();
-        let mut collector = Collector::new(
-            &mut engine,
-            &policy.tokenizer,
-            &policy.template,
-            &collector_config,
-        );
-        let (mut groups, stats) = collector.collect(requests, seed, &mut |_| {})?;
+        let mut episodes = draws.step(&mut engine, step as u64)?;
+        let stats = episodes.stats;
         tokens += stats.sampled_tokens;
-        check_scored(&groups)?;
-        store(out, step, &groups)?;
+        store(out, step, episodes.groups.iter().chain(&episodes.set_aside))?;
         if config.trainer.shuffle_rewards {
             let seed = derive_seed(config.seed, "shuffle", step as u64, "");
-            shuffle_rewards(&mut groups, seed);
+            shuffle_rewards(&mut episodes.groups, seed);
         }
         let update_started = Instant::now();
-        let metrics = trainer.step(&policy.decoder, &groups)?;
+        let metrics = trainer.step(&policy.decoder, &episodes.groups)?;
         let elapsed = step_started.elapsed();
         let row = MetricsRow {
             step,
             metrics,
-            episodes: EpisodeMetrics::new(&groups),
+            episodes: EpisodeMetrics::new(&episodes.groups),
+            set_aside: episodes.set_aside.len(),
             num_tokens: tokens,
             step_time: elapsed.as_secs_f64(),
             generate_time: stats.seconds,
@@ -266,9 +262,13 @@ pub fn train(
 }
 
 /// Writes the episodes of a step.
-fn store(out: &Path, step: usize, groups: &[RolloutGroup]) -> Result<(), RunError> {
+fn store<'a>(
+    out: &Path,
+    step: usize,
+    groups: impl Iterator<Item = &'a RolloutGroup>,
+) -> Result<(), RunError> {
     let mut writer = StepWriter::create(out, step as u64)?;
-    for trajectory in groups.iter().flat_map(|group| &group.trajectories) {
+    for trajectory in groups.flat_map(|group| &group.trajectories) {
         writer.append(trajectory)?;
     }
     writer.finish()?;
@@ -317,53 +317,4 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
 /// Returns whether layers are run again in the backward pass instead of kept.
 pub(super) fn recomputes(policy: &Policy) -> bool {
     policy.decoder.parameter_count() > RECOMPUTE_ABOVE
-}
-
-fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
-    let trainer = &config.trainer;
-    GrpoConfig {
-        advantage: AdvantageConfig {
-            scale_by_std: trainer.scale_rewards == ScaleRewards::Group,
-            ..AdvantageConfig::default()
-        },
-        loss: LossConfig {
-            aggregation: match trainer.loss {
-                LossType::Grpo => Aggregation::Grpo,
-                LossType::Dapo => Aggregation::Dapo,
-                LossType::DrGrpo => Aggregation::DrGrpo,
-            },
-            clip_low: trainer.clip_low,
-            clip_high: trainer.clip_high,
-            kl_coef: trainer.beta,
-            max_completion_length: config.rollout.max_total_tokens,
-            ..LossConfig::default()
-        },
-        pass: PassConfig {
-            temperature: config.rollout.temperature,
-            recompute: recomputes(policy),
-        },
-        micro_batch_tokens: trainer.micro_batch_tokens,
-        iterations: trainer.num_iterations,
-        mask_truncated: trainer.mask_truncated,
-    }
-}
-
-fn schedule(config: &RunConfig) -> LrSchedule {
-    LrSchedule {
-        learning_rate: config.trainer.learning_rate,
-        warmup_steps: usize::try_from(config.trainer.warmup_steps).unwrap_or(usize::MAX),
-        total_steps: usize::try_from(config.trainer.steps).unwrap_or(usize::MAX),
-        kind: ScheduleKind::Constant,
-    }
-}
-
-pub(super) fn optimizer_config(config: &RunConfig) -> AdamWConfig {
-    let trainer = &config.trainer;
-    AdamWConfig {
-        beta1: trainer.adam_beta1,
-        beta2: trainer.adam_beta2,
-        eps: trainer.adam_epsilon,
-        weight_decay: trainer.weight_decay,
-        max_grad_norm: Some(trainer.max_grad_norm),
-    }
 }

@@ -11,7 +11,7 @@ use crate::engine::SamplingParams;
 use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
 use crate::hub::Hub;
-use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest, derive_seed};
+use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest};
 use crate::sandbox::{Limits, Sandbox};
 use crate::task::{GraderChoice, Split, Task, TaskError, TaskOptions, TaskSet, TaskSource};
 
@@ -119,7 +119,7 @@ impl Workbench {
             SubmissionKind::Code => &self.environment,
             SubmissionKind::Text => &self.text_environment,
         };
-        let base = derive_seed(seed.run, "tools", seed.step, &task.id);
+        let base = seed.of_task("tools", &task.id);
         let environments = (0..samples as u64)
             .map(|sample| {
                 let seed = base.wrapping_add(sample);

@@ -9,9 +9,11 @@
 //! model once, and the gradients of all that continue it meet there. The loss and its gradient are
 //! those of the sequences apart.
 
+use std::ops::Range;
+
 use super::TrainerError;
 use super::logprob::Targets;
-use super::loss::{LossConfig, StepTotals};
+use super::loss::{LossConfig, SequenceTokens, StepTotals};
 use crate::engine::model::PackedBatch;
 
 /// One sequence to learn from: a prompt, an answer, tool output between its turns.
@@ -34,6 +36,18 @@ impl TrainSequence {
     /// Returns the number of tokens in the loss.
     pub fn trainable_tokens(&self) -> usize {
         self.loss_mask.iter().filter(|&&in_loss| in_loss).count()
+    }
+
+    /// Returns the k1 estimate of the divergence of the policy that sampled from the reference, summed
+    /// over the tokens in the loss; 0 without a reference.
+    pub fn divergence(&self) -> f64 {
+        let Some(reference) = &self.reference else {
+            return 0.0;
+        };
+        (self.logprobs.iter().zip(reference).zip(&self.loss_mask))
+            .filter(|(_, in_loss)| **in_loss)
+            .map(|((logprob, reference), _)| logprob - reference)
+            .sum()
     }
 
     fn check(&self, sequence: usize) -> Result<(), TrainerError> {
@@ -73,6 +87,9 @@ pub struct MicroBatch {
     /// Tokens to score.
     pub targets: Targets,
     /// Log-probability of each target when it was sampled; empty for imitation.
+    pub sampled: Vec<f64>,
+    /// Log-probability of each target under the policy before the step: what the trainer computes for
+    /// it, or as it was sampled; empty for imitation.
     pub old: Vec<f64>,
     /// Log-probability of each target under the reference; empty without one.
     pub reference: Vec<f64>,
@@ -80,14 +97,30 @@ pub struct MicroBatch {
     pub advantages: Vec<f64>,
     /// Weight of each target in the step's loss.
     pub weights: Vec<f64>,
+    /// Weight of each target's entropy in the step's loss.
+    pub entropy_weight: f64,
     /// Indices of the sequences, in the order of their targets.
     pub sequences: Vec<usize>,
+    /// Where the targets of each sequence end.
+    pub ends: Vec<usize>,
 }
 
 impl MicroBatch {
-    /// Returns the reference's log-probability of target `index`, if there is one.
-    pub fn reference(&self, index: usize) -> Option<f64> {
-        self.reference.get(index).copied()
+    /// Returns the targets of each sequence.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
+        let starts = std::iter::once(0).chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| start..end)
+    }
+
+    /// Returns what the loss reads of some targets of one sequence, given their log-probabilities.
+    pub fn tokens<'a>(&'a self, targets: Range<usize>, logprobs: &'a [f64]) -> SequenceTokens<'a> {
+        SequenceTokens {
+            logprobs,
+            old: &self.old[targets.clone()],
+            sampled: &self.sampled[targets.clone()],
+            reference: self.reference.get(targets.clone()).unwrap_or_default(),
+            advantage: self.advantages.get(targets.start).copied().unwrap_or(0.0),
+        }
     }
 
     /// Adds sequences that agree on their first `depth` tokens, which stand in the batch already:
@@ -135,7 +168,7 @@ impl MicroBatch {
             // Token t is scored by the hidden state of token t - 1.
             self.targets.positions.push(path[token - 1]);
             self.targets.tokens.push(sequence.tokens[token]);
-            self.old.extend(sequence.logprobs.get(token));
+            self.sampled.extend(sequence.logprobs.get(token));
             self.reference.extend(
                 sequence
                     .reference
@@ -145,6 +178,7 @@ impl MicroBatch {
             self.advantages.push(sequence.advantage);
             self.weights.push(member.weight);
         }
+        self.ends.push(self.targets.len());
     }
 }
 
@@ -215,6 +249,8 @@ pub fn pack(
         members.sort_by(|a, b| a.input().cmp(b.input()).then(a.index.cmp(&b.index)));
         let mut batch = MicroBatch::default();
         batch.push_tree(&members, 0, None, &mut Vec::new());
+        batch.old.clone_from(&batch.sampled);
+        batch.entropy_weight = config.entropy_weight(totals);
         batch
     };
     Ok(batches.into_iter().map(tree).collect())

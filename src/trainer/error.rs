@@ -51,6 +51,20 @@ pub enum TrainerError {
         norm: f64,
     },
 
+    /// The trainer does not find the sampled tokens as likely as the sampler said.
+    #[error(
+        "the trainer's log-probabilities lie {found:.4} nats a token from those that were sampled \
+         with, more than {limit}: the weights changed in between, or the sampler cuts or shifts \
+         its distribution (`top_p`, `top_k`, penalties, another temperature); raise \
+         `trainer.max_kl_sample_train` if it is meant to"
+    )]
+    SamplerDrift {
+        /// Mean difference, in nats.
+        found: f64,
+        /// The largest that is accepted.
+        limit: f64,
+    },
+
     // === Checkpoints ===
     /// A file of a checkpoint could not be read or written.
     #[error("failed to access `{path}`")]

@@ -2,7 +2,7 @@
 
 use super::TrainerError;
 use super::batch::MicroBatch;
-use super::logprob::{Scores, backward_through_head, score};
+use super::logprob::{HeadLoss, Scores, backward_through_head, score};
 use super::loss::{LossConfig, LossMetrics, TokenTerm};
 use crate::engine::model::{Adapters, Decoder, Gradients};
 
@@ -52,23 +52,65 @@ pub fn accumulate_policy_gradient(
     pass: PassConfig,
     gradients: &mut Gradients,
 ) -> Result<LossMetrics, TrainerError> {
-    if micro.old.len() != micro.targets.len() {
+    if micro.sampled.len() != micro.targets.len() {
         return Err(TrainerError::Length {
             what: "sampled log-probabilities against targets",
-            found: micro.old.len(),
+            found: micro.sampled.len(),
             expected: micro.targets.len(),
         });
     }
-    let term = |target: usize, logprob: f64| {
-        let advantage = micro.advantages[target];
-        loss.token(
-            logprob,
-            micro.old[target],
-            micro.reference(target),
-            advantage,
-        )
+    if micro.targets.is_empty() {
+        return Ok(LossMetrics::default());
+    }
+    let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
+    // Losses that look at whole sequences need one visit of the head more.
+    let known = if loss.needs_sequences() {
+        let scores = score(decoder, &hidden, &micro.targets, pass.temperature)?;
+        Some(sequence_terms(micro, loss, &scores.logprobs))
+    } else {
+        None
     };
-    accumulate(decoder, micro, pass, gradients, term)
+    let term = |target: usize, logprob: f64| match &known {
+        Some(terms) => terms[target],
+        None => loss.terms(micro.tokens(target..target + 1, &[logprob]))[0],
+    };
+    let (scores, dhidden) = backward_through_head(
+        decoder,
+        &hidden,
+        &micro.targets,
+        pass.temperature,
+        gradients,
+        HeadLoss {
+            coefficient: &|target, logprob| term(target, logprob).gradient * micro.weights[target],
+            entropy: -micro.entropy_weight,
+        },
+    )?;
+    decoder.backward(tape, &dhidden, gradients)?;
+    let mut metrics = LossMetrics::default();
+    for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()
+    {
+        let below = micro.sampled[target] - logprob;
+        metrics.add(
+            &term(target, logprob),
+            micro.weights[target],
+            entropy,
+            below,
+        );
+        metrics.loss -= micro.entropy_weight * entropy;
+    }
+    Ok(metrics)
+}
+
+/// Returns the term of each target of a micro-batch.
+pub(super) fn sequence_terms(
+    micro: &MicroBatch,
+    loss: &LossConfig,
+    logprobs: &[f64],
+) -> Vec<TokenTerm> {
+    micro
+        .ranges()
+        .flat_map(|targets| loss.terms(micro.tokens(targets.clone(), &logprobs[targets])))
+        .collect()
 }
 
 /// Adds the gradient of the negative log-likelihood over one micro-batch: supervised fine-tuning.
@@ -84,43 +126,35 @@ pub fn accumulate_nll_gradient(
     pass: PassConfig,
     gradients: &mut Gradients,
 ) -> Result<LossMetrics, TrainerError> {
-    let term = |_: usize, logprob: f64| TokenTerm {
-        loss: -logprob,
-        gradient: -1.0,
-        ratio: 1.0,
-        is_clipped_low: false,
-        is_clipped_high: false,
-        kl: 0.0,
-    };
-    accumulate(decoder, micro, pass, gradients, term)
-}
-
-fn accumulate(
-    decoder: &Decoder,
-    micro: &MicroBatch,
-    pass: PassConfig,
-    gradients: &mut Gradients,
-    term: impl Fn(usize, f64) -> TokenTerm + Sync,
-) -> Result<LossMetrics, TrainerError> {
     let mut metrics = LossMetrics::default();
     if micro.targets.is_empty() {
         return Ok(metrics);
     }
     let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
-    let coefficient =
-        |target: usize, logprob: f64| term(target, logprob).gradient * micro.weights[target];
     let (scores, dhidden) = backward_through_head(
         decoder,
         &hidden,
         &micro.targets,
         pass.temperature,
         gradients,
-        coefficient,
+        HeadLoss {
+            coefficient: &|target, _| -micro.weights[target],
+            entropy: 0.0,
+        },
     )?;
     decoder.backward(tape, &dhidden, gradients)?;
     for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()
     {
-        metrics.add(&term(target, logprob), micro.weights[target], entropy);
+        let term = TokenTerm {
+            loss: -logprob,
+            gradient: -1.0,
+            ratio: 1.0,
+            is_clipped_low: false,
+            is_clipped_high: false,
+            correction: 1.0,
+            kl: 0.0,
+        };
+        metrics.add(&term, micro.weights[target], entropy, 0.0);
     }
     Ok(metrics)
 }

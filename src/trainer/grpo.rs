@@ -3,11 +3,14 @@
 use serde::{Deserialize, Serialize};
 
 use super::TrainerError;
-use super::advantage::{AdvantageConfig, Advantages, GroupMember, group_advantages};
+use super::advantage::{
+    AdvantageConfig, Advantages, GroupMember, decoupled_advantages, group_advantages,
+};
 use super::batch::{MicroBatch, TrainSequence, pack};
 use super::gradient::{PassConfig, accumulate_policy_gradient, score_micro_batch};
-use super::loss::{LossConfig, LossMetrics};
+use super::loss::{LossConfig, LossMetrics, Surrogate};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
+use super::shaping::OverlongPenalty;
 use crate::engine::model::{Adapters, Decoder};
 use crate::rollout::RolloutGroup;
 use crate::trajectory::Trajectory;
@@ -17,6 +20,14 @@ use crate::trajectory::Trajectory;
 pub struct GrpoConfig {
     /// How rewards become advantages.
     pub advantage: AdvantageConfig,
+    /// Weights of the parts of the reward by name, if each is to be normalised by itself (GDPO)
+    /// instead of their sum.
+    pub decoupled: Option<Vec<(String, f64)>>,
+    /// What long answers lose.
+    pub overlong: Option<OverlongPenalty>,
+    /// What the reward loses for each nat by which an answer's tokens diverge from the reference, by
+    /// the k1 estimate; 0 for nothing. It stands beside the loss's own term.
+    pub reward_kl_coef: f64,
     /// The loss of a token and the mean over a step.
     pub loss: LossConfig,
     /// How a micro-batch goes through the model; its temperature is the sampler's.
@@ -25,6 +36,12 @@ pub struct GrpoConfig {
     pub micro_batch_tokens: usize,
     /// Passes over the episodes of a step; 1 is on-policy.
     pub iterations: usize,
+    /// Whether the ratio compares with what the trainer computes before the step, rather than with
+    /// what was sampled. Corrections of the sampler need it.
+    pub recompute_old: bool,
+    /// The largest mean of `sampled - logp` in a first pass that is taken for the arithmetic's; above
+    /// it the step is refused.
+    pub max_kl_sample_train: f64,
     /// Whether episodes that a limit cut off leave the loss.
     pub mask_truncated: bool,
 }
@@ -57,14 +74,23 @@ pub struct StepMetrics {
     /// Share of tokens whose ratio was clipped.
     #[serde(rename = "clip_ratio/region_mean")]
     pub clip_region: f64,
-    /// Mean of `|logp(trainer) - logp(sampler)|`: 0 where both compute alike.
+    /// Share of tokens that a correction left out.
+    #[serde(rename = "sampling/left_out")]
+    pub left_out: f64,
+    /// Mean of `logp(sampler) - logp(trainer)`, the k1 estimate of the divergence between them: 0
+    /// where both compute alike.
+    pub kl_sample_train: f64,
+    /// Mean of `|logp(trainer) - logp(sampler)|`.
     #[serde(rename = "sampling/sampling_logp_difference/mean")]
     pub logprob_difference_mean: f64,
     /// Largest such difference.
     #[serde(rename = "sampling/sampling_logp_difference/max")]
     pub logprob_difference_max: f64,
-    /// Mean probability ratio of trainer to sampler.
+    /// Mean weight of the tokens for the mismatch with the sampler; 1 without a correction.
     #[serde(rename = "sampling/importance_sampling_ratio/mean")]
+    pub correction_mean: f64,
+    /// Mean ratio of the policy to the one before the step; 1 where a pass is the first.
+    #[serde(rename = "ratio/mean")]
     pub ratio_mean: f64,
 }
 
@@ -112,21 +138,28 @@ impl GrpoTrainer {
             .enumerate()
             .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
             .collect();
-        let members: Vec<GroupMember<usize>> = episodes
-            .iter()
-            .map(|(group, trajectory)| GroupMember {
-                group: *group,
-                reward: trajectory.reward,
-                trainable_tokens: trajectory.trace.sampled_len(),
+        let mut sequences = self.sequences(&episodes);
+        if self.needs_reference() {
+            self.score_references(decoder, &mut sequences)?;
+        }
+        let advantages = self.advantages(&episodes, &sequences)?;
+        let sequences = sequences
+            .into_iter()
+            .zip(&advantages.values)
+            .filter_map(|(sequence, advantage)| {
+                let advantage = (*advantage)?;
+                Some(TrainSequence {
+                    advantage,
+                    ..sequence
+                })
             })
             .collect();
-        let advantages = group_advantages(&members, self.config.advantage)?;
-        let sequences = self.sequences(&episodes, &advantages);
         let micro_batches = self.micro_batches(decoder, sequences)?;
         let learning_rate = self.schedule.rate(self.step);
         let mut first = None;
         for _ in 0..self.config.iterations {
-            let (metrics, update) = self.pass(decoder, &micro_batches, learning_rate)?;
+            let is_first = first.is_none();
+            let (metrics, update) = self.pass(decoder, &micro_batches, learning_rate, is_first)?;
             first.get_or_insert((metrics, update));
         }
         self.step += 1;
@@ -137,20 +170,19 @@ impl GrpoTrainer {
         Ok(step_metrics(&advantages, &loss, update, learning_rate))
     }
 
-    /// Returns the sequences of the loss; masked ones keep their place with an empty mask.
-    fn sequences(
-        &self,
-        episodes: &[(usize, &Trajectory)],
-        advantages: &Advantages,
-    ) -> Vec<TrainSequence> {
+    fn needs_reference(&self) -> bool {
+        self.config.loss.kl_coef > 0.0 || self.config.reward_kl_coef > 0.0
+    }
+
+    /// Returns the sequences of the episodes, without advantages; masked ones keep their place with
+    /// an empty mask.
+    fn sequences(&self, episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
         episodes
             .iter()
-            .zip(&advantages.values)
-            .filter_map(|((_, trajectory), advantage)| {
-                let advantage = (*advantage)?;
+            .map(|(_, trajectory)| {
                 let is_masked = self.config.mask_truncated && trajectory.is_truncated();
                 let trace = &trajectory.trace;
-                Some(TrainSequence {
+                TrainSequence {
                     tokens: trace.ids().to_vec(),
                     loss_mask: trace
                         .loss_mask()
@@ -159,14 +191,83 @@ impl GrpoTrainer {
                         .collect(),
                     logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
                     reference: None,
-                    advantage,
-                })
+                    advantage: 0.0,
+                }
             })
             .collect()
     }
 
-    /// Packs the sequences that learn. Their reference does not change from pass to pass, so it is
-    /// scored here.
+    /// Scores the sequences under the reference, which is the same model with its adapter off. It
+    /// does not change from pass to pass.
+    fn score_references(
+        &self,
+        decoder: &Decoder,
+        sequences: &mut [TrainSequence],
+    ) -> Result<(), TrainerError> {
+        let config = &self.config;
+        let totals = config.loss.totals([]);
+        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
+            let temperature = config.pass.temperature;
+            let scores = score_micro_batch(decoder, &micro, Adapters::Off, temperature)?;
+            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
+                let sequence = &mut sequences[index];
+                let mut scored = scores.logprobs[targets].iter().copied();
+                let reference = (sequence.loss_mask.iter())
+                    .map(|&in_loss| if in_loss { scored.next() } else { Some(0.0) })
+                    .collect();
+                sequence.reference = reference;
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares each episode's reward, after what is taken off it, with its group's.
+    fn advantages(
+        &self,
+        episodes: &[(usize, &Trajectory)],
+        sequences: &[TrainSequence],
+    ) -> Result<Advantages, TrainerError> {
+        let config = &self.config;
+        let taken_off = |trajectory: &Trajectory, sequence: &TrainSequence| {
+            let overlong =
+                (config.overlong).map_or(0.0, |penalty| penalty.of(trajectory.trace.sampled_len()));
+            let divergence = match config.reward_kl_coef {
+                0.0 => 0.0,
+                coefficient => -coefficient * sequence.divergence(),
+            };
+            overlong + divergence
+        };
+        let members: Vec<GroupMember<usize>> = (episodes.iter().zip(sequences))
+            .map(|((group, trajectory), sequence)| GroupMember {
+                group: *group,
+                reward: (trajectory.reward).map(|reward| reward + taken_off(trajectory, sequence)),
+                trainable_tokens: trajectory.trace.sampled_len(),
+            })
+            .collect();
+        let Some(weights) = &config.decoupled else {
+            return group_advantages(&members, config.advantage);
+        };
+        let value = |trajectory: &Trajectory, name: &str| {
+            trajectory.rewards.get(name).copied().unwrap_or(0.0)
+        };
+        let part = |(name, weight): &(String, f64)| {
+            let values = episodes
+                .iter()
+                .map(|(_, trajectory)| value(trajectory, name));
+            (*weight, values.collect())
+        };
+        let mut parts: Vec<(f64, Vec<f64>)> = weights.iter().map(part).collect();
+        let penalties: Vec<f64> = (episodes.iter().zip(sequences))
+            .map(|((_, trajectory), sequence)| taken_off(trajectory, sequence))
+            .collect();
+        if penalties.iter().any(|&penalty| penalty != 0.0) {
+            parts.push((1.0, penalties));
+        }
+        decoupled_advantages(&members, &parts, config.advantage)
+    }
+
+    /// Packs the sequences that learn, and scores them if the ratio is to compare with what the
+    /// trainer computes.
     fn micro_batches(
         &self,
         decoder: &Decoder,
@@ -176,16 +277,21 @@ impl GrpoTrainer {
         let totals = config
             .loss
             .totals(sequences.iter().map(TrainSequence::trainable_tokens));
-        let has_divergence = config.loss.kl_coef > 0.0;
-        // Without a divergence term, an advantage of 0 is a gradient of 0.
-        sequences.retain(|sequence| sequence.advantage != 0.0 || has_divergence);
+        // Without a term of its own besides the policy's, an advantage of 0 is a gradient of 0.
+        let has_other_terms = config.loss.kl_coef > 0.0
+            || config.loss.entropy_coef != 0.0
+            || matches!(config.loss.surrogate, Surrogate::Dppo { kl, .. } if kl > 0.0);
+        sequences.retain(|sequence| sequence.advantage != 0.0 || has_other_terms);
+        if config.loss.kl_coef == 0.0 {
+            for sequence in &mut sequences {
+                sequence.reference = None;
+            }
+        }
         let mut micro_batches = pack(&sequences, config.micro_batch_tokens, &config.loss, totals)?;
-        if has_divergence {
+        if config.recompute_old {
             for micro in &mut micro_batches {
-                // The reference is the same model with its adapter off.
                 let temperature = config.pass.temperature;
-                micro.reference =
-                    score_micro_batch(decoder, micro, Adapters::Off, temperature)?.logprobs;
+                micro.old = score_micro_batch(decoder, micro, Adapters::On, temperature)?.logprobs;
             }
         }
         Ok(micro_batches)
@@ -197,6 +303,7 @@ impl GrpoTrainer {
         decoder: &Decoder,
         micro_batches: &[MicroBatch],
         learning_rate: f64,
+        is_first: bool,
     ) -> Result<(LossMetrics, UpdateStatistics), TrainerError> {
         let config = &self.config;
         let mut gradients = decoder.zero_gradients();
@@ -209,6 +316,11 @@ impl GrpoTrainer {
                 config.pass,
                 &mut gradients,
             )?);
+        }
+        // Later passes are off-policy on purpose.
+        let (found, limit) = (metrics.kl_sample_train().abs(), config.max_kl_sample_train);
+        if is_first && found > limit {
+            return Err(TrainerError::SamplerDrift { found, limit });
         }
         let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
         Ok((metrics, update))
@@ -243,8 +355,11 @@ fn step_metrics(
         clip_low: loss.clip_ratio_low(),
         clip_high: loss.clip_ratio_high(),
         clip_region: loss.clip_ratio(),
+        left_out: loss.left_out(),
+        kl_sample_train: loss.kl_sample_train(),
         logprob_difference_mean: difference_mean,
         logprob_difference_max: difference_max,
+        correction_mean: loss.correction(),
         ratio_mean: loss.ratio(),
     }
 }

@@ -99,15 +99,15 @@ pub fn score(
         inverse,
         gradients: None,
     };
-    let coefficient = |_: usize, _: f64| 0.0;
-    Ok(head.run(hidden, &coefficient)?.0)
+    let nothing = HeadLoss {
+        coefficient: &|_, _| 0.0,
+        entropy: 0.0,
+    };
+    Ok(head.run(hidden, nothing)?.0)
 }
 
 /// Returns each target's scores and the gradient `[n, hidden]` of the loss with respect to the hidden
 /// states; adds that of the head's weights to `gradients` if they are trained.
-///
-/// `coefficient(i, logprob)` is the derivative of the loss with respect to the log-probability of
-/// target `i`. It is called once for each target, from several threads.
 ///
 /// # Errors
 ///
@@ -118,7 +118,7 @@ pub fn backward_through_head(
     targets: &Targets,
     temperature: f64,
     gradients: &mut Gradients,
-    coefficient: impl Fn(usize, f64) -> f64 + Sync,
+    loss: HeadLoss<'_>,
 ) -> Result<(Scores, Tensor), TrainerError> {
     let inverse = check(decoder, hidden, targets, temperature)?;
     let mut head = Pass {
@@ -127,7 +127,7 @@ pub fn backward_through_head(
         inverse,
         gradients: Some(gradients),
     };
-    let (scores, dhidden) = head.run(hidden, &coefficient)?;
+    let (scores, dhidden) = head.run(hidden, loss)?;
     let dhidden = dhidden.map_or_else(|| hidden.zeros_like(), Ok)?;
     Ok((scores, dhidden))
 }
@@ -158,6 +158,24 @@ fn check(
     Ok(1.0 / temperature)
 }
 
+/// How the loss depends on what the head says.
+#[derive(Clone, Copy)]
+pub struct HeadLoss<'a> {
+    /// Returns the derivative of the loss with respect to the log-probability of a target, given its
+    /// index and log-probability. Called once for each target.
+    pub coefficient: &'a (dyn Fn(usize, f64) -> f64 + Sync),
+    /// The derivative with respect to the entropy of each target's distribution.
+    pub entropy: f64,
+}
+
+impl std::fmt::Debug for HeadLoss<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeadLoss")
+            .field("entropy", &self.entropy)
+            .finish_non_exhaustive()
+    }
+}
+
 /// One visit to the output head.
 struct Pass<'a> {
     decoder: &'a Decoder,
@@ -166,18 +184,16 @@ struct Pass<'a> {
     gradients: Option<&'a mut Gradients>,
 }
 
-type Coefficient<'a> = &'a (dyn Fn(usize, f64) -> f64 + Sync);
-
 impl Pass<'_> {
     fn run(
         &mut self,
         hidden: &Tensor,
-        coefficient: Coefficient<'_>,
+        loss: HeadLoss<'_>,
     ) -> Result<(Scores, Option<Tensor>), TrainerError> {
         match (self.decoder.is_fused(), self.decoder.dtype()) {
-            (true, DType::F64) => self.fused::<f64>(hidden, coefficient),
-            (true, _) => self.fused::<f32>(hidden, coefficient),
-            (false, _) => self.composed(hidden, coefficient),
+            (true, DType::F64) => self.fused::<f64>(hidden, loss),
+            (true, _) => self.fused::<f32>(hidden, loss),
+            (false, _) => self.composed(hidden, loss),
         }
     }
 
@@ -188,7 +204,7 @@ impl Pass<'_> {
     fn fused<T: GradientReal>(
         &mut self,
         hidden: &Tensor,
-        coefficient: Coefficient<'_>,
+        loss: HeadLoss<'_>,
     ) -> Result<(Scores, Option<Tensor>), TrainerError> {
         let config = self.decoder.config();
         let (vocab, width) = (config.vocab_size, config.hidden_size);
@@ -233,10 +249,11 @@ impl Pass<'_> {
             let coefficients: Vec<T> = (statistics.iter().enumerate())
                 .map(|(row, statistics)| {
                     let target = index * chunk + row;
-                    T::from_f64(coefficient(target, statistics.logprob.to_f64()))
+                    T::from_f64((loss.coefficient)(target, statistics.logprob.to_f64()))
                 })
                 .collect();
-            log_softmax_gradient(logits, tokens, &statistics, &coefficients, inverse);
+            let entropy = T::from_f64(loss.entropy);
+            log_softmax_gradient(logits, tokens, &statistics, &coefficients, entropy, inverse);
             let dlogits = Matrix::new(logits, rows, vocab);
             if let Some(slot) = head.slot() {
                 let chosen = Matrix::new(&chosen, rows, width);
@@ -268,7 +285,7 @@ impl Pass<'_> {
     fn composed(
         &mut self,
         hidden: &Tensor,
-        coefficient: Coefficient<'_>,
+        loss: HeadLoss<'_>,
     ) -> Result<(Scores, Option<Tensor>), TrainerError> {
         let device = self.decoder.device();
         let head = self.decoder.head();
@@ -302,19 +319,26 @@ impl Pass<'_> {
             let log_sum = sum.log()?;
             let logprobs = (shifted.gather(&tokens, 1)? - &log_sum)?;
             let mean = (&probabilities * &shifted)?.sum_keepdim(D::Minus1)?;
-            let entropies = (log_sum - mean)?;
+            let entropies = (&log_sum - mean)?;
             let read = |x: &Tensor| x.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
             let logprobs = read(&logprobs)?;
             scores.entropies.extend(read(&entropies)?);
             if let (Some(gradients), Some(sum)) = (&mut self.gradients, &mut dhidden) {
                 let coefficients: Vec<f64> = (logprobs.iter().enumerate())
-                    .map(|(row, &logprob)| coefficient(index * chunk + row, logprob) * self.inverse)
+                    .map(|(row, &logprob)| {
+                        (loss.coefficient)(index * chunk + row, logprob) * self.inverse
+                    })
                     .collect();
                 let coefficients = Tensor::new(coefficients, device)?
                     .to_dtype(wide)?
                     .unsqueeze(1)?;
                 let spread = probabilities.broadcast_mul(&coefficients)?.neg()?;
-                let dlogits = spread.scatter_add(&tokens, &coefficients, 1)?;
+                let mut dlogits = spread.scatter_add(&tokens, &coefficients, 1)?;
+                if loss.entropy != 0.0 {
+                    let surprise = shifted.broadcast_sub(&log_sum)?.broadcast_add(&entropies)?;
+                    let scale = -loss.entropy * self.inverse;
+                    dlogits = (dlogits + ((&probabilities * surprise)? * scale)?)?;
+                }
                 let dlogits = dlogits.to_dtype(weight.dtype())?;
                 if let Some(slot) = head.slot() {
                     gradients.add_tensor(slot, &dlogits.t()?.contiguous()?.matmul(&chosen)?)?;

@@ -10,11 +10,15 @@ mod logprob;
 mod loss;
 mod optim;
 mod sft;
+mod shaping;
 
 #[cfg(test)]
 mod tests;
 
-pub use advantage::{AdvantageConfig, Advantages, GroupMember, GroupStatistics, group_advantages};
+pub use advantage::{
+    AdvantageConfig, Advantages, Estimator, GroupMember, GroupStatistics, RewardScale,
+    decoupled_advantages, group_advantages,
+};
 pub use batch::{MicroBatch, TrainSequence, pack};
 pub use checkpoint::{
     TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,
@@ -25,7 +29,11 @@ pub use gradient::{
     PassConfig, accumulate_nll_gradient, accumulate_policy_gradient, score_micro_batch,
 };
 pub use grpo::{GrpoConfig, GrpoTrainer, StepMetrics, shuffle_rewards};
-pub use logprob::{Scores, Targets, backward_through_head, score};
-pub use loss::{Aggregation, LossConfig, LossMetrics, MaskedSequences, StepTotals, TokenTerm};
+pub use logprob::{HeadLoss, Scores, Targets, backward_through_head, score};
+pub use loss::{
+    Aggregation, CorrectionLevel, KlEstimator, LossConfig, LossMetrics, MaskedSequences,
+    OutOfBounds, RatioLevel, SamplerCorrection, SequenceTokens, StepTotals, Surrogate, TokenTerm,
+};
 pub use optim::{AdamW, AdamWConfig, LrSchedule, ScheduleKind, UpdateStatistics};
 pub use sft::{SftConfig, SftMetrics, SftTrainer};
+pub use shaping::OverlongPenalty;

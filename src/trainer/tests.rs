@@ -3,6 +3,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 
+use super::gradient::sequence_terms;
 use super::*;
 use crate::engine::model::tests_support::{
     formula, formula_weights, golden, golden_folder, random_tokens, toy,
@@ -64,8 +65,12 @@ fn sequences(count: usize) -> Vec<TrainSequence> {
 fn loss_config() -> LossConfig {
     LossConfig {
         kl_coef: 0.1,
-        clip_high: 3.0,
-        clip_low: 0.9,
+        entropy_coef: 0.05,
+        surrogate: Surrogate::Clipped {
+            low: 0.1,
+            high: 4.0,
+            dual_clip: None,
+        },
         ..LossConfig::default()
     }
 }
@@ -96,14 +101,11 @@ fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64
     for micro in pack(sequences, usize::MAX, &config, totals).unwrap() {
         let hidden = decoder.hidden(&micro.batch, Adapters::On).unwrap();
         let scores = score(decoder, &hidden, &micro.targets, temperature).unwrap();
-        for (i, &logprob) in scores.logprobs.iter().enumerate() {
-            let term = config.token(
-                logprob,
-                micro.old[i],
-                micro.reference(i),
-                micro.advantages[i],
-            );
-            loss += term.loss * micro.weights[i];
+        for (i, term) in sequence_terms(&micro, &config, &scores.logprobs)
+            .into_iter()
+            .enumerate()
+        {
+            loss += term.loss * micro.weights[i] - micro.entropy_weight * scores.entropies[i];
         }
     }
     loss
@@ -217,7 +219,8 @@ fn a_fresh_adapter_has_no_divergence_from_its_reference() {
     };
     let (policy, reference) = (score(Adapters::On), score(Adapters::Off));
     assert_eq!(policy, reference);
-    (micro.old, micro.reference) = (policy, reference);
+    (micro.sampled, micro.old) = (policy.clone(), policy);
+    micro.reference = reference;
     let pass = PassConfig {
         recompute: true,
         ..PassConfig::default()

@@ -1,15 +1,28 @@
-//! The clipped surrogate and its aggregations, token by token.
+//! The policy's loss, sequence by sequence.
 //!
-//! With `r = exp(logp - old)` and advantage `A`, a token's loss is
-//! `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, equation 7; Yu et al. 2025,
-//! DAPO, equation 8), plus `kl_coef` times the k3 estimate of the divergence from the reference (Shao et
-//! al. 2024, equation 4). A token's loss depends on no other token, so its gradient is known as soon
-//! as its log-probability is: the head's backward pass needs no second visit.
+//! A token's loss is a [`Surrogate`] of its probability ratio and advantage, weighed for the mismatch
+//! with the sampler ([`SamplerCorrection`]), plus `kl_coef` times an estimate of the divergence from
+//! the reference ([`KlEstimator`]), less `entropy_coef` times its entropy. Most losses look at one
+//! token at a time, so the gradient of a token is known as soon as its log-probability is; those that
+//! compare whole sequences need all of a sequence's first ([`LossConfig::needs_sequences`]).
 //!
 //! Tokens are weighed by the denominator of the whole optimizer step, [`StepTotals`], so that neither
 //! the number of micro-batches nor their order changes the gradient.
 
+mod correction;
+mod divergence;
+mod metrics;
+mod surrogate;
+
+#[cfg(test)]
+mod tests;
+
 use serde::{Deserialize, Serialize};
+
+pub use correction::{CorrectionLevel, OutOfBounds, SamplerCorrection};
+pub use divergence::KlEstimator;
+pub use metrics::LossMetrics;
+pub use surrogate::{RatioLevel, Surrogate};
 
 /// How token losses become one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -35,24 +48,32 @@ pub enum MaskedSequences {
     LeftOut,
 }
 
-/// Settings of the policy loss. Defaults are those of TRL 1.16.
+/// Settings of the policy loss. Defaults are those of TRL 1.16, less its correction of the sampler,
+/// which ours does not need.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossConfig {
+    /// The policy's part; PPO's clipped ratio by default.
+    pub surrogate: Surrogate,
+    /// Whether ratios compare tokens or sequences; tokens by default.
+    pub ratio_level: RatioLevel,
     /// How token losses become one number; token mean by default.
     pub aggregation: Aggregation,
-    /// The ratio is clipped from below at `1 - clip_low`; 0.2 by default.
-    pub clip_low: f64,
-    /// The ratio is clipped from above at `1 + clip_high`; 0.2 by default.
-    pub clip_high: f64,
-    /// Bounds the loss of tokens with negative advantage at this multiple of it (dual clip, Ye et al.
-    /// 2020, equation 5); none by default.
-    pub dual_clip: Option<f64>,
+    /// Weights for the mismatch with the sampler; none by default.
+    pub correction: Option<SamplerCorrection>,
+    /// Sequences with negative advantage whose mean `sampled - logp` is above this are left out; none
+    /// by default.
+    pub off_policy_threshold: Option<f64>,
     /// Weight of the divergence from the reference; 0 by default.
     pub kl_coef: f64,
-    /// Multiply the divergence by the ratio, so that its gradient is that of the reverse KL (`DeepSeek`
-    /// 2025, V3.2); false by default.
+    /// Which estimate of it; k3 by default.
+    pub kl_estimator: KlEstimator,
+    /// Multiply the divergence by the ratio, so that its gradient is that of the reverse KL
+    /// (DeepSeek-V3.2, arXiv:2512.02556); true by default, as in TRL 1.16.
     pub kl_bias_correction: bool,
+    /// Weight of the entropy, of which the mean over the step's tokens is added to what is maximised;
+    /// 0 by default.
+    pub entropy_coef: f64,
     /// Length that [`Aggregation::DrGrpo`] divides by: the most tokens of one answer.
     pub max_completion_length: usize,
     /// Whether wholly masked sequences count; they do by default.
@@ -62,78 +83,135 @@ pub struct LossConfig {
 impl Default for LossConfig {
     fn default() -> Self {
         Self {
+            surrogate: Surrogate::default(),
+            ratio_level: RatioLevel::Token,
             aggregation: Aggregation::Dapo,
-            clip_low: 0.2,
-            clip_high: 0.2,
-            dual_clip: None,
+            correction: None,
+            off_policy_threshold: None,
             kl_coef: 0.0,
-            kl_bias_correction: false,
+            kl_estimator: KlEstimator::K3,
+            kl_bias_correction: true,
+            entropy_coef: 0.0,
             max_completion_length: 1024,
             masked_sequences: MaskedSequences::Counted,
         }
     }
 }
 
+/// What the loss reads of the tokens of one sequence that are in it, each list in their order.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SequenceTokens<'a> {
+    /// Log-probabilities now.
+    pub logprobs: &'a [f64],
+    /// Log-probabilities before the step, which ratios compare with.
+    pub old: &'a [f64],
+    /// Log-probabilities that the sampler had.
+    pub sampled: &'a [f64],
+    /// Log-probabilities under the reference; empty without one.
+    pub reference: &'a [f64],
+    /// The advantage of the sequence.
+    pub advantage: f64,
+}
+
 /// What one token adds to the loss, before its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenTerm {
-    /// Its loss.
+    /// Its loss, its entropy not counted.
     pub loss: f64,
-    /// The derivative with respect to its log-probability. Exactly 0 where the clip is active.
+    /// The derivative with respect to its log-probability. Exactly 0 where a clip is active.
     pub gradient: f64,
-    /// `exp(logp - old)`.
+    /// The ratio of the policy to the old one, of the token or of its sequence.
     pub ratio: f64,
     /// Whether the lower clip is active.
     pub is_clipped_low: bool,
     /// Whether the upper clip is active.
     pub is_clipped_high: bool,
-    /// The k3 estimate of the divergence from the reference; 0 without one.
+    /// Its weight for the mismatch with the sampler; 0 if it is left out.
+    pub correction: f64,
+    /// The estimate of the divergence from the reference; 0 without one.
     pub kl: f64,
 }
 
 impl LossConfig {
-    /// Returns the loss of one token.
-    pub fn token(
-        &self,
-        logprob: f64,
-        old: f64,
-        reference: Option<f64>,
-        advantage: f64,
-    ) -> TokenTerm {
-        let ratio = (logprob - old).exp();
-        let clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
-        let is_clipped_low = ratio < 1.0 - self.clip_low && advantage < 0.0;
-        let is_clipped_high = ratio > 1.0 + self.clip_high && advantage > 0.0;
-        let (mut loss, mut gradient) = if is_clipped_low || is_clipped_high {
-            (-clipped * advantage, 0.0)
-        } else {
-            (-ratio * advantage, -ratio * advantage)
+    /// Returns whether a token's term depends on the rest of its sequence.
+    pub fn needs_sequences(&self) -> bool {
+        let is_over_sequences =
+            |correction: SamplerCorrection| correction.level != CorrectionLevel::Token;
+        self.ratio_level == RatioLevel::Sequence
+            || self.off_policy_threshold.is_some()
+            || self.correction.is_some_and(is_over_sequences)
+    }
+
+    /// Returns the terms of a sequence's tokens.
+    ///
+    /// # Panics
+    ///
+    /// Panics if `old` or, where they are read, `sampled` and `reference` are shorter than `logprobs`.
+    pub fn terms(&self, tokens: SequenceTokens<'_>) -> Vec<TokenTerm> {
+        let count = tokens.logprobs.len();
+        let sequence_ratio = mean_difference(tokens.logprobs, tokens.old).exp();
+        let mut corrections = match self.correction {
+            Some(correction) => correction.weights(tokens.old, tokens.sampled),
+            None => vec![1.0; count],
         };
-        if let Some(bound) = self.dual_clip
-            && advantage < 0.0
-            && loss > -bound * advantage
+        if let Some(threshold) = self.off_policy_threshold
+            && correction::is_off_policy(
+                threshold,
+                tokens.sampled,
+                tokens.logprobs,
+                tokens.advantage,
+            )
         {
-            (loss, gradient) = (-bound * advantage, 0.0);
+            corrections.fill(0.0);
         }
-        let mut kl = 0.0;
-        if let Some(reference) = reference {
-            let difference = reference - logprob;
-            kl = difference.exp() - difference - 1.0;
-            let (value, slope) = if self.kl_bias_correction {
-                (ratio * kl, -ratio * difference)
+        let mut terms: Vec<TokenTerm> = (0..count)
+            .map(|t| {
+                let (logprob, old) = (tokens.logprobs[t], tokens.old[t]);
+                let ratio = match self.ratio_level {
+                    RatioLevel::Token => (logprob - old).exp(),
+                    RatioLevel::Sequence => sequence_ratio,
+                };
+                let part = self.surrogate.term(ratio, logprob, old, tokens.advantage);
+                TokenTerm {
+                    loss: corrections[t] * part.loss,
+                    gradient: corrections[t] * part.gradient,
+                    ratio,
+                    is_clipped_low: part.is_clipped_low,
+                    is_clipped_high: part.is_clipped_high,
+                    correction: corrections[t],
+                    kl: 0.0,
+                }
+            })
+            .collect();
+        // A token moves its sequence's ratio by its share, and with it the terms of all tokens.
+        let is_shared = self.ratio_level == RatioLevel::Sequence;
+        if is_shared && self.surrogate.flows_through_ratio() {
+            let mean = mean(terms.iter().map(|term| term.gradient));
+            for term in &mut terms {
+                term.gradient = mean;
+            }
+        }
+        if !tokens.reference.is_empty() {
+            self.add_divergence(&mut terms, tokens, is_shared);
+        }
+        terms
+    }
+
+    fn add_divergence(&self, terms: &mut [TokenTerm], tokens: SequenceTokens<'_>, is_shared: bool) {
+        let estimates: Vec<(f64, f64)> = (tokens.logprobs.iter().zip(tokens.reference))
+            .map(|(&logprob, &reference)| self.kl_estimator.estimate(logprob, reference))
+            .collect();
+        let mean = mean(estimates.iter().map(|(value, _)| *value));
+        for (term, (value, slope)) in terms.iter_mut().zip(estimates) {
+            term.kl = value;
+            if self.kl_bias_correction {
+                let moved = if is_shared { mean } else { value };
+                term.loss += self.kl_coef * term.ratio * value;
+                term.gradient += self.kl_coef * term.ratio * (moved + slope);
             } else {
-                (kl, 1.0 - difference.exp())
-            };
-            loss += self.kl_coef * value;
-            gradient += self.kl_coef * slope;
-        }
-        TokenTerm {
-            loss,
-            gradient,
-            ratio,
-            is_clipped_low,
-            is_clipped_high,
-            kl,
+                term.loss += self.kl_coef * value;
+                term.gradient += self.kl_coef * slope;
+            }
         }
     }
 
@@ -145,6 +223,11 @@ impl LossConfig {
             Aggregation::DrGrpo => totals.sequences * self.max_completion_length,
         };
         1.0 / denominator.max(1) as f64
+    }
+
+    /// Returns the weight of each token's entropy in the loss.
+    pub fn entropy_weight(&self, totals: StepTotals) -> f64 {
+        self.entropy_coef / totals.tokens.max(1) as f64
     }
 
     /// Counts the sequences and tokens of an optimizer step, given each sequence's number of tokens in
@@ -164,6 +247,17 @@ impl LossConfig {
     }
 }
 
+/// Returns the mean of `a - b`; 0 without any.
+fn mean_difference(a: &[f64], b: &[f64]) -> f64 {
+    mean(a.iter().zip(b).map(|(a, b)| a - b))
+}
+
+/// Returns the mean; 0 without any.
+fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let count = values.len().max(1);
+    values.sum::<f64>() / count as f64
+}
+
 /// Sizes of one optimizer step, over all its micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepTotals {
@@ -172,127 +266,3 @@ pub struct StepTotals {
     /// Tokens in the loss.
     pub tokens: usize,
 }
-
-/// Sums over the tokens of a step, merged over micro-batches.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossMetrics {
-    /// The loss: weighed, so a plain sum.
-    pub loss: f64,
-    /// Tokens counted.
-    pub tokens: usize,
-    clipped_low: usize,
-    clipped_high: usize,
-    kl: f64,
-    entropy: f64,
-    ratio: f64,
-    ratio_min: f64,
-    ratio_max: f64,
-    difference: f64,
-    difference_max: f64,
-}
-
-impl Default for LossMetrics {
-    fn default() -> Self {
-        Self {
-            loss: 0.0,
-            tokens: 0,
-            clipped_low: 0,
-            clipped_high: 0,
-            kl: 0.0,
-            entropy: 0.0,
-            ratio: 0.0,
-            ratio_min: f64::INFINITY,
-            ratio_max: f64::NEG_INFINITY,
-            difference: 0.0,
-            difference_max: 0.0,
-        }
-    }
-}
-
-impl LossMetrics {
-    /// Counts one token.
-    pub fn add(&mut self, term: &TokenTerm, weight: f64, entropy: f64) {
-        self.loss += term.loss * weight;
-        self.tokens += 1;
-        self.clipped_low += usize::from(term.is_clipped_low);
-        self.clipped_high += usize::from(term.is_clipped_high);
-        self.kl += term.kl;
-        self.entropy += entropy;
-        self.ratio += term.ratio;
-        self.ratio_min = self.ratio_min.min(term.ratio);
-        self.ratio_max = self.ratio_max.max(term.ratio);
-        let difference = term.ratio.ln().abs();
-        self.difference += difference;
-        self.difference_max = self.difference_max.max(difference);
-    }
-
-    /// Adds another micro-batch's sums.
-    pub fn merge(&mut self, other: &Self) {
-        self.loss += other.loss;
-        self.tokens += other.tokens;
-        self.clipped_low += other.clipped_low;
-        self.clipped_high += other.clipped_high;
-        self.kl += other.kl;
-        self.entropy += other.entropy;
-        self.ratio += other.ratio;
-        self.ratio_min = self.ratio_min.min(other.ratio_min);
-        self.ratio_max = self.ratio_max.max(other.ratio_max);
-        self.difference += other.difference;
-        self.difference_max = self.difference_max.max(other.difference_max);
-    }
-
-    fn mean(&self, sum: f64) -> f64 {
-        if self.tokens == 0 {
-            0.0
-        } else {
-            sum / self.tokens as f64
-        }
-    }
-
-    /// Returns the share of tokens clipped from below: `clip_ratio/low_mean`.
-    pub fn clip_ratio_low(&self) -> f64 {
-        self.mean(self.clipped_low as f64)
-    }
-
-    /// Returns the share of tokens clipped from above: `clip_ratio/high_mean`.
-    pub fn clip_ratio_high(&self) -> f64 {
-        self.mean(self.clipped_high as f64)
-    }
-
-    /// Returns the share of tokens clipped: `clip_ratio/region_mean`.
-    pub fn clip_ratio(&self) -> f64 {
-        self.mean((self.clipped_low + self.clipped_high) as f64)
-    }
-
-    /// Returns the mean k3 divergence from the reference: `kl`.
-    pub fn kl(&self) -> f64 {
-        self.mean(self.kl)
-    }
-
-    /// Returns the mean entropy: `entropy`.
-    pub fn entropy(&self) -> f64 {
-        self.mean(self.entropy)
-    }
-
-    /// Returns the mean ratio: `sampling/importance_sampling_ratio/mean` on a step's first epoch.
-    pub fn ratio(&self) -> f64 {
-        self.mean(self.ratio)
-    }
-
-    /// Returns the smallest and the largest ratio, or ones without tokens.
-    pub fn ratio_range(&self) -> (f64, f64) {
-        if self.tokens == 0 {
-            (1.0, 1.0)
-        } else {
-            (self.ratio_min, self.ratio_max)
-        }
-    }
-
-    /// Returns mean and maximum of `|logp - old|`: `sampling/sampling_logp_difference`.
-    pub fn logprob_difference(&self) -> (f64, f64) {
-        (self.mean(self.difference), self.difference_max)
-    }
-}
-
-#[cfg(test)]
-mod tests;

@@ -69,14 +69,16 @@ pub(crate) fn row_statistics<T: Real>(
         .collect()
 }
 
-/// Replaces each row of `logits` by the gradient of `coefficient * log p(target)`.
+/// Replaces each row of `logits` by the gradient of `coefficient * log p(target) + entropy * H(p)`.
 ///
-/// `d log p(a) / d z = (onehot(a) - p) / temperature`; the factor of the temperature is part of it.
+/// `d log p(a) / d z = (onehot(a) - p) / temperature` and `d H / d z = -p (log p + H) / temperature`;
+/// the factor of the temperature is part of both.
 pub(crate) fn log_softmax_gradient<T: Real>(
     logits: &mut [T],
     targets: &[u32],
     statistics: &[RowStatistics<T>],
     coefficients: &[T],
+    entropy: T,
     inverse_temperature: T,
 ) {
     let vocab = logits.len() / targets.len().max(1);
@@ -89,9 +91,18 @@ pub(crate) fn log_softmax_gradient<T: Real>(
                 #[inline(always)]
                 || {
                     let scale = coefficient * inverse_temperature;
-                    for z in row.iter_mut() {
-                        let p = (*z * inverse_temperature - statistics.log_sum_exp).exp();
-                        *z = -scale * p;
+                    if entropy == T::ZERO {
+                        for z in row.iter_mut() {
+                            let p = (*z * inverse_temperature - statistics.log_sum_exp).exp();
+                            *z = -scale * p;
+                        }
+                    } else {
+                        let spread = entropy * inverse_temperature;
+                        for z in row.iter_mut() {
+                            let logprob = *z * inverse_temperature - statistics.log_sum_exp;
+                            let factor = scale + spread * (logprob + statistics.entropy);
+                            *z = -factor * logprob.exp();
+                        }
                     }
                     row[target as usize] += scale;
                 },
@@ -128,12 +139,38 @@ mod tests {
         let inverse = 1.0 / case.float("inputs", "temperature");
         let statistics = row_statistics(&logits, &[1], inverse);
         let coefficient = -case.float("inputs", "advantage");
-        log_softmax_gradient(&mut logits, &[1], &statistics, &[coefficient], inverse);
+        log_softmax_gradient(&mut logits, &[1], &statistics, &[coefficient], 0.0, inverse);
         let expected = case.floats("expected", "grad_loss_wrt_logits");
         let mutant = case.floats("mutants", "without_1_over_T");
         for i in 0..4 {
             assert!((logits[i] - expected[i]).abs() < 1e-9);
             assert!((logits[i] - mutant[i]).abs() > 1e-3);
+        }
+    }
+
+    #[test]
+    fn an_entropy_bonus_spreads_the_distribution() {
+        let case = golden("entropy_bonus_gradient");
+        let mut logits = case.floats("inputs", "logits");
+        let inverse = 1.0 / case.float("inputs", "temperature");
+        let coefficient = case.float("inputs", "coef");
+        let statistics = row_statistics(&logits, &[0], inverse);
+        let entropy = statistics[0].entropy;
+        assert!((entropy - case.float("expected", "entropy")).abs() < 1e-9);
+        assert!((-coefficient * entropy - case.float("expected", "loss_term")).abs() < 1e-9);
+        log_softmax_gradient(
+            &mut logits,
+            &[0],
+            &statistics,
+            &[0.0],
+            -coefficient,
+            inverse,
+        );
+        for (found, expected) in logits
+            .iter()
+            .zip(case.floats("expected", "grad_loss_wrt_logits"))
+        {
+            assert!((found - expected).abs() < 1e-9, "{found} {expected}");
         }
     }
 

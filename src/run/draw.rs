@@ -1,0 +1,109 @@
+//! Which tasks a step learns from, and their episodes.
+
+use super::RunError;
+use super::policy::Policy;
+use super::train::check_scored;
+use super::workbench::Workbench;
+use crate::config::RunConfig;
+use crate::engine::Engine;
+use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
+use crate::task::TaskSet;
+
+/// The episodes of one step.
+pub(super) struct StepEpisodes {
+    /// What the policy learns from.
+    pub(super) groups: Vec<RolloutGroup>,
+    /// What it does not, as all rewards of each group are alike.
+    pub(super) set_aside: Vec<RolloutGroup>,
+    pub(super) stats: CollectorStats,
+}
+
+/// Draws tasks in the order of the run's epochs.
+pub(super) struct TaskDraws<'a> {
+    pub(super) config: &'a RunConfig,
+    pub(super) policy: &'a Policy,
+    pub(super) workbench: &'a Workbench,
+    pub(super) tasks: &'a TaskSet,
+    pub(super) collector: CollectorConfig,
+    /// Batches of tasks that were drawn so far.
+    pub(super) drawn: u64,
+}
+
+impl TaskDraws<'_> {
+    /// Collects a step's episodes. With dynamic sampling, groups that teach nothing are replaced by
+    /// those of further tasks, as far as the step may draw.
+    pub(super) fn step(
+        &mut self,
+        engine: &mut Engine,
+        step: u64,
+    ) -> Result<StepEpisodes, RunError> {
+        let config = self.config;
+        let wanted = config.rollout.groups_per_step;
+        let draws = if config.trainer.dynamic_sampling {
+            config.trainer.max_draws
+        } else {
+            1
+        };
+        let mut episodes = StepEpisodes {
+            groups: Vec::with_capacity(wanted),
+            set_aside: Vec::new(),
+            stats: CollectorStats::default(),
+        };
+        for draw in 0..draws {
+            let (groups, stats) = self.draw(engine, step, draw)?;
+            check_scored(&groups)?;
+            episodes.stats.sampled_tokens += stats.sampled_tokens;
+            episodes.stats.seconds += stats.seconds;
+            let keeps_all = !config.trainer.dynamic_sampling;
+            for group in groups {
+                let has_room = episodes.groups.len() < wanted;
+                if has_room && (keeps_all || group.is_informative()) {
+                    episodes.groups.push(group);
+                } else {
+                    episodes.set_aside.push(group);
+                }
+            }
+            if episodes.groups.len() == wanted {
+                break;
+            }
+        }
+        // Without any, the last draw's stand for the step: it learns nothing from them, and says so.
+        if episodes.groups.is_empty() {
+            let last = episodes.set_aside.len().saturating_sub(wanted);
+            episodes.groups = episodes.set_aside.split_off(last);
+        }
+        let groups = episodes.groups.iter_mut().chain(&mut episodes.set_aside);
+        for (number, group) in (0..).zip(groups) {
+            for trajectory in &mut group.trajectories {
+                trajectory.group = number;
+            }
+        }
+        Ok(episodes)
+    }
+
+    fn draw(
+        &mut self,
+        engine: &mut Engine,
+        step: u64,
+        draw: u64,
+    ) -> Result<(Vec<RolloutGroup>, CollectorStats), RunError> {
+        let config = self.config;
+        let count = config.rollout.groups_per_step;
+        let batch = self.tasks.batch(config.seed, self.drawn, count);
+        self.drawn += 1;
+        let seed = CollectionSeed {
+            run: config.seed,
+            purpose: "train",
+            step,
+            draw,
+        };
+        let requests = batch
+            .into_iter()
+            .map(|task| self.workbench.group(task, config.rollout.group_size, seed))
+            .collect();
+        let policy = self.policy;
+        let mut collector =
+            Collector::new(engine, &policy.tokenizer, &policy.template, &self.collector);
+        Ok(collector.collect(requests, seed, &mut |_| {})?)
+    }
+}
