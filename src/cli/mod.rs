@@ -28,8 +28,15 @@ pub enum ExitStatus {
     Usage,
     /// Our fault.
     Internal,
+    /// Stopped by a signal with its work saved: start it again to go on.
+    Stopped,
     /// The exit code of the program that `exec` ran.
     Guest(u32),
+}
+
+impl ExitStatus {
+    /// The exit code of [`ExitStatus::Stopped`]: `EX_TEMPFAIL` of sysexits.
+    const STOPPED: i32 = 75;
 }
 
 impl From<ExitStatus> for ExitCode {
@@ -39,6 +46,7 @@ impl From<ExitStatus> for ExitCode {
             ExitStatus::Failure => 1,
             ExitStatus::Usage => 2,
             ExitStatus::Internal => 3,
+            ExitStatus::Stopped => 75,
             ExitStatus::Guest(code) => u8::try_from(code).unwrap_or(u8::MAX),
         })
     }

@@ -58,7 +58,7 @@ impl TaskScore {
 }
 
 /// How well a policy does on a set of tasks.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct EvalReport {
     /// The mean over tasks of the share of samples that passed; 0 when no task was scored.
     pub pass_at_1: f64,

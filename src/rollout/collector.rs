@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::agent::{Episode, SampledTurn};
 use super::{RolloutError, RolloutGroup, derive_seed};
@@ -12,6 +13,9 @@ use crate::engine::{
     Engine, FinishReason, Finished, SamplingParams, SequenceId, SequenceSeed, Tokenizer,
 };
 use crate::env::Environment;
+
+/// How long a request to stop may go unnoticed while tools run.
+const STOP_LATENCY: Duration = Duration::from_millis(200);
 
 /// Settings of [`Collector`].
 #[derive(Debug, Clone)]
@@ -81,6 +85,7 @@ pub struct Collector<'a> {
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
     config: &'a CollectorConfig,
+    stop: Option<&'a AtomicBool>,
 }
 
 /// An episode whose sequence is in the engine.
@@ -107,6 +112,17 @@ impl<'a> Collector<'a> {
             tokenizer,
             template,
             config,
+            stop: None,
+        }
+    }
+
+    /// Ends collections with [`RolloutError::Stopped`] once `stop` is true. The engine keeps their
+    /// sequences then.
+    #[must_use]
+    pub fn until(self, stop: &'a AtomicBool) -> Self {
+        Self {
+            stop: Some(stop),
+            ..self
         }
     }
 
@@ -116,7 +132,7 @@ impl<'a> Collector<'a> {
     ///
     /// # Errors
     ///
-    /// Fails where sampling fails, where the template cannot render a task, or where a task's
+    /// Fails where it is stopped, where sampling fails, where the template cannot render a task, or where a task's
     /// prompt leaves no room to answer.
     pub fn collect(
         &mut self,
@@ -141,6 +157,9 @@ impl<'a> Collector<'a> {
         // Tools run on the thread pool and come back through this channel.
         let (sender, receiver) = mpsc::channel::<Answered>();
         while done < total {
+            if self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                return Err(RolloutError::Stopped);
+            }
             if self.engine.running() > 0 {
                 for finished in self.engine.step()? {
                     stats.sampled_tokens += finished.tokens.len() as u64;
@@ -154,7 +173,8 @@ impl<'a> Collector<'a> {
             // With nothing to sample, wait for a tool; else take what has come back meanwhile.
             let mut back: Vec<Answered> = Vec::new();
             if self.engine.running() == 0 && done < total {
-                back.extend(receiver.recv());
+                // Not for longer than it takes to notice that it should stop.
+                back.extend(receiver.recv_timeout(STOP_LATENCY));
             }
             back.extend(receiver.try_iter());
             for (id, mut episode, messages) in back {

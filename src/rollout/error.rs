@@ -10,6 +10,9 @@ pub enum RolloutError {
     /// Sampling failed.
     #[error("sampling failed")]
     Engine(#[from] EngineError),
+    /// The collection was asked to stop.
+    #[error("stopped")]
+    Stopped,
     /// The conversation could not be rendered.
     #[error("the model's chat template cannot render task `{task}`")]
     Chat {

@@ -33,3 +33,52 @@ impl RolloutGroup {
             .is_some_and(|first| rewards.any(|reward| reward != first))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::tests_support::golden;
+    use crate::trajectory::{Status, TokenTrace, Usage};
+
+    fn group(rewards: &[Option<f64>]) -> RolloutGroup {
+        let episode = |(sample, reward): (u32, &Option<f64>)| {
+            let mut trace = TokenTrace::new();
+            trace.push_prompt(&[1]).unwrap();
+            trace.push_sampled(&[2], &[-0.5]).unwrap();
+            Trajectory {
+                task_id: "1".to_owned(),
+                group: 0,
+                sample,
+                policy_step: 0,
+                messages: Vec::new(),
+                turns: Vec::new(),
+                trace,
+                reward: *reward,
+                rewards: indexmap::IndexMap::new(),
+                passed: None,
+                status: Status::Finished,
+                usage: Usage::default(),
+            }
+        };
+        RolloutGroup {
+            task_id: "1".to_owned(),
+            trajectories: (0..).zip(rewards).map(episode).collect(),
+        }
+    }
+
+    #[test]
+    fn groups_whose_rewards_differ_are_informative() {
+        let case = golden("dynamic_sampling_filter");
+        let keep = case.value("expected", "keep");
+        for (index, rewards) in case.rows("inputs", "group_rewards").iter().enumerate() {
+            let rewards: Vec<_> = rewards.iter().copied().map(Some).collect();
+            assert_eq!(
+                keep[index].as_bool(),
+                Some(group(&rewards).is_informative())
+            );
+        }
+        // What could not be scored says nothing.
+        assert!(!group(&[Some(1.0), None, Some(1.0)]).is_informative());
+        assert!(!group(&[None]).is_informative());
+    }
+}

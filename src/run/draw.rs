@@ -1,5 +1,7 @@
 //! Which tasks a step learns from, and their episodes.
 
+use std::sync::atomic::AtomicBool;
+
 use super::RunError;
 use super::policy::Policy;
 use super::train::check_scored;
@@ -25,6 +27,7 @@ pub(super) struct TaskDraws<'a> {
     pub(super) workbench: &'a Workbench,
     pub(super) tasks: &'a TaskSet,
     pub(super) collector: CollectorConfig,
+    pub(super) stop: &'a AtomicBool,
     /// Batches of tasks that were drawn so far.
     pub(super) drawn: u64,
 }
@@ -103,7 +106,8 @@ impl TaskDraws<'_> {
             .collect();
         let policy = self.policy;
         let mut collector =
-            Collector::new(engine, &policy.tokenizer, &policy.template, &self.collector);
+            Collector::new(engine, &policy.tokenizer, &policy.template, &self.collector)
+                .until(self.stop);
         Ok(collector.collect(requests, seed, &mut |_| {})?)
     }
 }

@@ -79,6 +79,29 @@ pub enum RunError {
         /// The folder.
         path: PathBuf,
     },
+    /// There is nothing to resume.
+    #[error("`{path}` holds no run; give the folder that `wardian train` made")]
+    NoRun {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The run is done.
+    #[error(
+        "the run in `{path}` is done; to go on from what it made, start another with \
+         `--model {path}/final`"
+    )]
+    Finished {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// What a checkpoint says of the run's place cannot be read.
+    #[error("checkpoint `{path}` does not say where the run stands: {source}")]
+    Progress {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
     /// The device was not built in or is not there.
     #[error("`model.device = \"{device}\"` is not available; {remedy}")]
     Device {
@@ -108,6 +131,15 @@ pub enum RunError {
         reason: String,
     },
 
+    /// The run was asked to stop.
+    #[error("stopped after step {step}; `wardian train --resume {path}` goes on from there")]
+    Stopped {
+        /// Steps done and saved.
+        step: usize,
+        /// The run folder.
+        path: PathBuf,
+    },
+
     // === The run folder ===
     /// Episodes cannot be stored.
     #[error(transparent)]
@@ -130,6 +162,15 @@ pub enum RunError {
 }
 
 impl RunError {
+    /// Returns whether nothing failed: the work was asked to stop.
+    #[must_use]
+    pub fn is_stop(&self) -> bool {
+        matches!(
+            self,
+            Self::Stopped { .. } | Self::Rollout(RolloutError::Stopped)
+        )
+    }
+
     /// Returns whether the reader can mend it by asking for something else: a key, a path, a file.
     #[must_use]
     pub fn is_usage(&self) -> bool {
@@ -144,6 +185,9 @@ impl RunError {
             | Self::NoChatTemplate { .. }
             | Self::Demonstration { .. }
             | Self::FolderInUse { .. }
+            | Self::NoRun { .. }
+            | Self::Finished { .. }
+            | Self::Progress { .. }
             | Self::Device { .. }
             | Self::Write { .. }
             | Self::Io(_)
@@ -155,7 +199,7 @@ impl RunError {
                 error,
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }
             ),
-            Self::NothingScored { .. } | Self::Toml(_) => false,
+            Self::NothingScored { .. } | Self::Stopped { .. } | Self::Toml(_) => false,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Measuring a policy on tasks.
 
+use std::sync::atomic::AtomicBool;
+
 use super::train::check_scored;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::config::RunConfig;
@@ -11,17 +13,18 @@ use crate::task::TaskSet;
 /// Episodes in the engine at one time while measuring.
 const EPISODES_AT_ONCE: usize = 256;
 
-/// Measures `policy` on `tasks` with `config.eval.samples` samples each.
+/// Measures `policy` on `tasks` with `config.eval.samples` samples each, unless `stop` becomes true.
 ///
 /// # Errors
 ///
-/// Fails where episodes cannot be collected.
+/// Fails where episodes cannot be collected, and if it is stopped.
 pub fn evaluate(
     config: &RunConfig,
     policy: &Policy,
     workbench: &Workbench,
     engine: &mut Engine,
     tasks: &TaskSet,
+    stop: &AtomicBool,
     observer: &mut Observer<'_>,
 ) -> Result<EvalReport, RunError> {
     let samples = config.eval.samples;
@@ -45,7 +48,8 @@ pub fn evaluate(
             &policy.tokenizer,
             &policy.template,
             &collector_config,
-        );
+        )
+        .until(stop);
         let (groups, _) = collector.collect(requests, seed, &mut |finished| {
             observer(RunEvent::Evaluating {
                 done: done + finished,

@@ -10,6 +10,10 @@ use serde::Serialize;
 
 use super::RunError;
 
+const CONFIG: &str = "run.toml";
+const METRICS: &str = "metrics.jsonl";
+const SUMMARY: &str = "summary.json";
+
 /// The folder of one run.
 ///
 /// ```text
@@ -39,11 +43,38 @@ impl RunFolder {
             });
         }
         fs::create_dir_all(root)?;
-        write_atomically(&root.join("run.toml"), run_toml.as_bytes())?;
+        write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
+        Self::open(root)
+    }
+
+    /// Opens the folder of a run that was stopped after `step` steps were saved: what `metrics.jsonl`
+    /// has of later ones is dropped, as they are done again.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the folder holds no run, or one that is done, or cannot be written.
+    pub fn reopen(root: &Path, step: usize, run_toml: &str) -> Result<Self, RunError> {
+        if root.join(SUMMARY).exists() {
+            return Err(RunError::Finished {
+                path: root.to_owned(),
+            });
+        }
+        let path = root.join(METRICS);
+        let kept = match fs::read_to_string(&path) {
+            Ok(text) => rows_until(&text, step),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(error.into()),
+        };
+        write_atomically(&path, kept.as_bytes())?;
+        write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
+        Self::open(root)
+    }
+
+    fn open(root: &Path) -> Result<Self, RunError> {
         let metrics = fs::OpenOptions::new()
             .create(true)
             .append(true)
-            .open(root.join("metrics.jsonl"))?;
+            .open(root.join(METRICS))?;
         Ok(Self {
             root: root.to_owned(),
             metrics,
@@ -77,8 +108,22 @@ impl RunFolder {
     pub fn write_summary(&self, summary: &impl Serialize) -> Result<(), RunError> {
         let mut text = serde_json::to_vec_pretty(summary).map_err(std::io::Error::from)?;
         text.push(b'\n');
-        write_atomically(&self.root.join("summary.json"), &text)
+        write_atomically(&self.root.join(SUMMARY), &text)
     }
+}
+
+/// Returns the rows of steps up to `step`. A row that a crash cut off is dropped.
+fn rows_until(text: &str, step: usize) -> String {
+    let is_kept = |line: &&str| {
+        let row: Option<serde_json::Value> = serde_json::from_str(line).ok();
+        let found = row.and_then(|row| row.get("step")?.as_u64());
+        found.is_some_and(|found| found <= step as u64)
+    };
+    (text
+        .split_inclusive('\n')
+        .filter(|line| line.ends_with('\n')))
+    .filter(is_kept)
+    .collect()
 }
 
 /// Writes a file whole or not at all.
@@ -119,5 +164,27 @@ mod tests {
         assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n");
         let error = RunFolder::create(&root, "").unwrap_err();
         assert!(matches!(error, RunError::FolderInUse { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_reopened_folder_forgets_what_is_done_again() {
+        let parent = tempfile::tempdir().unwrap();
+        let root = parent.path().join("run");
+        let mut folder = RunFolder::create(&root, "seed = 0\n").unwrap();
+        for step in 1..4 {
+            folder.log(&serde_json::json!({"step": step})).unwrap();
+        }
+        folder.metrics.write_all(b"{\"step\": 2, \"cut").unwrap();
+        let mut folder = RunFolder::reopen(&root, 2, "seed = 1\n").unwrap();
+        folder.log(&serde_json::json!({"step": 3})).unwrap();
+        let lines = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+        assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
+        assert_eq!(
+            fs::read_to_string(root.join("run.toml")).unwrap(),
+            "seed = 1\n"
+        );
+        folder.write_summary(&serde_json::json!({})).unwrap();
+        let error = RunFolder::reopen(&root, 2, "").unwrap_err();
+        assert!(matches!(error, RunError::Finished { .. }), "{error}");
     }
 }

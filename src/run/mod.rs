@@ -25,7 +25,7 @@ pub use self::policy::{Policy, trainable};
 pub use self::sft::{SftOptions, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};
 pub use self::summary::{Measured, Summary};
-pub use self::train::{new_engine, train};
+pub use self::train::{TrainOptions, new_engine, train};
 pub use self::workbench::{Workbench, evaluation_tasks};
 
 use std::time::Duration;

@@ -1,6 +1,7 @@
 //! Supervised fine-tuning from demonstrations to a saved model.
 
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 use super::algorithm::optimizer_config;
 use super::evaluate::evaluate;
@@ -91,6 +92,7 @@ pub fn sft(
         .then(|| evaluation_tasks(config))
         .transpose()?;
     let mut engine = new_engine(config, policy)?;
+    let never = AtomicBool::new(false);
     let mut last = None;
     let mut done = 0;
     for step in 1..=options.steps {
@@ -102,7 +104,15 @@ pub fn sft(
         });
         let Some(tasks) = &tasks else { continue };
         if step % options.measure_every == 0 || step == options.steps {
-            let report = evaluate(config, policy, workbench, &mut engine, tasks, observer)?;
+            let report = evaluate(
+                config,
+                policy,
+                workbench,
+                &mut engine,
+                tasks,
+                &never,
+                observer,
+            )?;
             observer(RunEvent::Evaluated {
                 step,
                 report: &report,

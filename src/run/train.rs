@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use serde::Serialize;
+use fs_err as fs;
+use serde::{Deserialize, Serialize};
 
 use super::algorithm::{grpo_config, optimizer_config, schedule};
 use super::draw::TaskDraws;
@@ -17,10 +19,11 @@ use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tas
 use super::{Observer, RunError, RunEvent};
 use crate::config::RunConfig;
 use crate::engine::{Engine, EngineConfig};
+use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, GrpoTrainer, StepMetrics, TrainState, prune_checkpoints, save_checkpoint,
-    shuffle_rewards,
+    AdamW, GrpoTrainer, StepMetrics, TrainState, latest_checkpoint, load_checkpoint,
+    prune_checkpoints, save_checkpoint, shuffle_rewards,
 };
 use crate::trajectory::{Status, StepWriter, Trajectory};
 
@@ -136,65 +139,146 @@ impl EpisodeMetrics {
     }
 }
 
-/// Trains `policy` with GRPO and writes the run folder at `out`.
+/// Where a run is written, and whether it goes on.
+#[derive(Debug)]
+pub struct TrainOptions<'a> {
+    /// The run folder.
+    pub out: &'a Path,
+    /// Go on from the folder's last checkpoint, rather than start in an empty folder.
+    pub resume: bool,
+    /// Once true, the run saves what is done and ends with [`RunError::Stopped`].
+    pub stop: &'a AtomicBool,
+}
+
+/// What a checkpoint keeps of a run besides weights and moments.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct Progress {
+    before: EvalReport,
+    tokens: u64,
+    batches_drawn: u64,
+    wall_s: f64,
+}
+
+/// A run between two steps.
+struct Run<'a> {
+    config: &'a RunConfig,
+    policy: &'a Policy,
+    out: &'a Path,
+    trainer: GrpoTrainer,
+    progress: Progress,
+    /// Steps done.
+    step: usize,
+    /// Steps saved.
+    saved: Option<usize>,
+    /// What earlier processes took, in seconds.
+    wall_before: f64,
+    started: Instant,
+}
+
+impl Run<'_> {
+    fn wall_s(&self) -> f64 {
+        self.wall_before + self.started.elapsed().as_secs_f64()
+    }
+
+    fn save(&mut self) -> Result<(), RunError> {
+        if self.saved == Some(self.step) {
+            return Ok(());
+        }
+        self.progress.wall_s = self.wall_s();
+        let state = TrainState {
+            step: self.step,
+            seed: self.config.seed,
+            extra: serde_json::to_value(&self.progress).map_err(std::io::Error::from)?,
+        };
+        let checkpoint = save_checkpoint(
+            self.out,
+            &self.policy.decoder,
+            self.trainer.optimizer(),
+            &state,
+            Some(&self.policy.source),
+        )?;
+        self.policy.save_words(&checkpoint)?;
+        prune_checkpoints(self.out, self.config.trainer.keep_checkpoints)?;
+        self.saved = Some(self.step);
+        Ok(())
+    }
+}
+
+/// Trains `policy` with GRPO and writes the run folder.
+///
+/// A run that was stopped, or killed, goes on from its last checkpoint to the same end: on a CPU, to
+/// the same bytes.
 ///
 /// # Errors
 ///
 /// Fails where the tasks, the folder or the model cannot be used, or where a step cannot be done;
-/// what was written until then stays.
+/// what was written until then stays. Ends with [`RunError::Stopped`] if it was asked to.
 pub fn train(
     config: &RunConfig,
     policy: &Policy,
     workbench: &Workbench,
-    out: &Path,
+    options: &TrainOptions<'_>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
-    let started = Instant::now();
     let tasks = training_tasks(config)?;
     let held_out = evaluation_tasks(config)?;
     check_held_out(&tasks, &held_out)?;
-    let mut folder = RunFolder::create(out, &config.to_toml()?)?;
     let mut engine = new_engine(config, policy)?;
-    let mut trainer = GrpoTrainer::new(
-        grpo_config(config, policy),
-        schedule(config),
-        AdamW::new(&policy.decoder, optimizer_config(config))?,
-    );
-
-    let before = evaluate(config, policy, workbench, &mut engine, &held_out, observer)?;
-    observer(RunEvent::Evaluated {
-        step: 0,
-        report: &before,
-    });
+    let (mut folder, mut run) = begin(config, policy, options)?;
+    let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
+        let stop = options.stop;
+        let report = evaluate(config, policy, workbench, engine, &held_out, stop, observer)?;
+        observer(RunEvent::Evaluated {
+            step,
+            report: &report,
+        });
+        Ok::<EvalReport, RunError>(report)
+    };
+    if run.saved.is_none() {
+        run.progress.before = match measure(&mut engine, 0, observer) {
+            Err(error) if error.is_stop() => return Err(stop(&mut run)?),
+            report => report?,
+        };
+    }
     let mut draws = TaskDraws {
         config,
         policy,
         workbench,
         tasks: &tasks,
         collector: workbench.collector(config.rollout.temperature),
-        drawn: 0,
+        stop: options.stop,
+        drawn: run.progress.batches_drawn,
     };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
-    let mut tokens = 0;
-    for step in 1..=steps {
+    while run.step < steps {
+        let step = run.step + 1;
         let step_started = Instant::now();
-        let mut episodes = draws.step(&mut engine, step as u64)?;
+        let mut episodes = match draws.step(&mut engine, step as u64) {
+            Err(error) if error.is_stop() => return Err(stop(&mut run)?),
+            episodes => episodes?,
+        };
         let stats = episodes.stats;
-        tokens += stats.sampled_tokens;
-        store(out, step, episodes.groups.iter().chain(&episodes.set_aside))?;
+        run.progress.tokens += stats.sampled_tokens;
+        run.progress.batches_drawn = draws.drawn;
+        store(
+            options.out,
+            step,
+            episodes.groups.iter().chain(&episodes.set_aside),
+        )?;
         if config.trainer.shuffle_rewards {
             let seed = derive_seed(config.seed, "shuffle", step as u64, "");
             shuffle_rewards(&mut episodes.groups, seed);
         }
         let update_started = Instant::now();
-        let metrics = trainer.step(&policy.decoder, &episodes.groups)?;
+        let metrics = run.trainer.step(&policy.decoder, &episodes.groups)?;
+        run.step = step;
         let elapsed = step_started.elapsed();
         let row = MetricsRow {
             step,
             metrics,
             episodes: EpisodeMetrics::new(&episodes.groups),
             set_aside: episodes.set_aside.len(),
-            num_tokens: tokens,
+            num_tokens: run.progress.tokens,
             step_time: elapsed.as_secs_f64(),
             generate_time: stats.seconds,
             update_time: update_started.elapsed().as_secs_f64(),
@@ -208,57 +292,111 @@ pub fn train(
             elapsed,
         });
         if is_due(step, config.eval.every) && step < steps {
-            let report = evaluate(config, policy, workbench, &mut engine, &held_out, observer)?;
+            let report = match measure(&mut engine, step, observer) {
+                Err(error) if error.is_stop() => return Err(stop(&mut run)?),
+                report => report?,
+            };
             folder.log(&EvaluationRow {
                 step,
                 pass_at_1: report.pass_at_1,
                 ci95: report.ci95,
             })?;
-            observer(RunEvent::Evaluated {
-                step,
-                report: &report,
-            });
         }
         if is_due(step, config.trainer.save_every) || step == steps {
-            let state = TrainState {
-                step,
-                seed: config.seed,
-                extra: serde_json::Value::Null,
-            };
-            let checkpoint = save_checkpoint(
-                out,
-                &policy.decoder,
-                trainer.optimizer(),
-                &state,
-                Some(&policy.source),
-            )?;
-            policy.save_words(&checkpoint)?;
-            prune_checkpoints(out, config.trainer.keep_checkpoints)?;
+            run.save()?;
+        }
+        if options.stop.load(Ordering::Relaxed) && step < steps {
+            return Err(stop(&mut run)?);
         }
     }
+    // What a run left that was killed behind this point.
+    if folder.model().exists() {
+        fs::remove_dir_all(folder.model())?;
+    }
     policy.save(&folder.model())?;
-    let after = evaluate(config, policy, workbench, &mut engine, &held_out, observer)?;
-    observer(RunEvent::Evaluated {
-        step: steps,
-        report: &after,
-    });
+    let after = match measure(&mut engine, steps, observer) {
+        Err(error) if error.is_stop() => return Err(stop(&mut run)?),
+        report => report?,
+    };
+    let before = &run.progress.before;
     let difference = after
-        .difference(&before, config.seed)
+        .difference(before, config.seed)
         .map(|difference| Difference {
             pass_at_1: difference.pass_at_1,
             ci95: difference.ci95,
         });
     let summary = Summary {
-        before: Measured::new(&before, config.eval.samples),
+        before: Measured::new(before, config.eval.samples),
         after: Measured::new(&after, config.eval.samples),
         difference,
         steps,
-        wall_s: started.elapsed().as_secs_f64(),
-        tokens,
+        wall_s: run.wall_s(),
+        tokens: run.progress.tokens,
         seed: config.seed,
     };
     folder.write_summary(&summary)?;
     Ok(summary)
+}
+
+/// Opens the run folder and returns the run before its first or its next step.
+fn begin<'a>(
+    config: &'a RunConfig,
+    policy: &'a Policy,
+    options: &TrainOptions<'a>,
+) -> Result<(RunFolder, Run<'a>), RunError> {
+    let out = options.out;
+    let mut optimizer = AdamW::new(&policy.decoder, optimizer_config(config))?;
+    let checkpoint = if options.resume {
+        latest_checkpoint(out)?
+    } else {
+        None
+    };
+    let restored = match &checkpoint {
+        Some(path) => {
+            let state = load_checkpoint(path, &policy.decoder, &mut optimizer)?;
+            let progress =
+                Progress::deserialize(&state.extra).map_err(|source| RunError::Progress {
+                    path: path.clone(),
+                    source,
+                })?;
+            Some((state.step, progress))
+        }
+        // A run that was stopped before its first checkpoint starts again.
+        None => None,
+    };
+    let step = restored.as_ref().map(|(step, _)| *step);
+    let run_toml = config.to_toml()?;
+    let folder = if options.resume {
+        RunFolder::reopen(out, step.unwrap_or(0), &run_toml)?
+    } else {
+        RunFolder::create(out, &run_toml)?
+    };
+    let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
+    let trainer = GrpoTrainer::new(grpo_config(config, policy), schedule(config), optimizer);
+    let run = Run {
+        config,
+        policy,
+        out,
+        trainer: trainer.resume_after(step.unwrap_or(0)),
+        wall_before: progress.wall_s,
+        progress,
+        step: step.unwrap_or(0),
+        saved: step,
+        started: Instant::now(),
+    };
+    Ok((folder, run))
+}
+
+/// Saves a run that is asked to stop, and returns the error that says so. Before its first step there
+/// is nothing to save.
+fn stop(run: &mut Run<'_>) -> Result<RunError, RunError> {
+    if run.step > 0 {
+        run.save()?;
+    }
+    Ok(RunError::Stopped {
+        step: run.step,
+        path: run.out.to_owned(),
+    })
 }
 
 /// Writes the episodes of a step.

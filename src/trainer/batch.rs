@@ -316,7 +316,7 @@ mod tests {
         // Inputs: 1234 twice, 12346, 128, 71.
         assert_eq!(batch.batch.tokens(), [1, 2, 3, 4, 6, 8, 7, 1]);
         let histories: Vec<usize> = (batch.batch.histories().iter())
-            .map(|history| history.iter().map(std::ops::Range::len).sum())
+            .map(|history| history.iter().map(Range::len).sum())
             .collect();
         assert_eq!(batch.batch.segments(), [0..2, 2..4, 4..5, 5..6, 6..8]);
         assert_eq!(histories, [0, 2, 4, 2, 0]);

@@ -114,6 +114,12 @@ impl GrpoTrainer {
         }
     }
 
+    /// Goes on after `step` steps of a run whose optimizer this one is.
+    #[must_use]
+    pub fn resume_after(self, step: usize) -> Self {
+        Self { step, ..self }
+    }
+
     /// Returns the optimizer, for a checkpoint.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer

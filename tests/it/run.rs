@@ -1,8 +1,11 @@
 //! A whole run on the carried model and tasks, at a size that a test can wait for.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
+use rstest::rstest;
+use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use wardian::task::TaskSet;
 use wardian::trajectory::{Trajectory, read_step, step_path};
@@ -150,6 +153,120 @@ fn the_same_seed_samples_the_same_tokens() {
         weights(&second),
         "a run is reproducible to the byte"
     );
+}
+
+/// Starts a run, and sends it `signal` once it has logged two of its steps.
+fn interrupt(out: &Path, extra: &[&str], signal: Signal) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["train", "--seed", "3", "--out"])
+        .arg(out)
+        .args(SMALL)
+        .args(extra)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let logged = || {
+        let text = fs_err::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
+        text.lines().count()
+    };
+    while logged() < 2 {
+        let ended = child.try_wait().expect("it can be waited for");
+        assert!(
+            ended.is_none(),
+            "it ended before it was interrupted: {ended:?}"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let pid = Pid::from_child(&child);
+    rustix::process::kill_process(pid, signal).expect("it runs");
+    child.wait_with_output().expect("it ends")
+}
+
+#[rstest]
+#[case::all_weights(&["--set", "trainer.steps=6", "--set", "trainer.save_every=2"], "model.safetensors")]
+#[case::an_adapter(
+    &[
+        "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
+        "--set", "trainer.mode=lora", "--set", "trainer.lora_rank=4",
+        "--set", "trainer.dynamic_sampling=true", "--set", "trainer.lr_schedule=cosine",
+    ],
+    "adapter_model.safetensors"
+)]
+fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] weights: &str) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
+    train(&whole, settings);
+    let output = interrupt(&killed, settings, Signal::KILL);
+    assert!(!output.status.success());
+    assert!(!killed.join("summary.json").exists());
+    wardian(&["train", "--resume", killed.to_str().expect("UTF-8")]);
+    assert_same_run(&whole, &killed, weights);
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
+    // Without a checkpoint on the way, what is saved is saved because of the signal.
+    let settings = ["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
+    train(&whole, &settings);
+    let output = interrupt(&stopped, &settings, Signal::TERM);
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(75), "{messages}");
+    assert!(messages.contains("--resume"), "{messages}");
+    let saved = fs_err::read_dir(stopped.join("checkpoints"))
+        .expect("a checkpoint")
+        .count();
+    assert_eq!(saved, 1);
+    wardian(&["train", "--resume", stopped.to_str().expect("UTF-8")]);
+    assert_same_run(&whole, &stopped, "model.safetensors");
+
+    // It is done now.
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["train", "--resume"])
+        .arg(&stopped)
+        .output()
+        .expect("the binary starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("is done"));
+}
+
+/// Compares weights, episodes and what was measured.
+fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
+    let read = |run: &Path| fs_err::read(run.join("final").join(weights)).expect("weights");
+    assert!(read(whole) == read(resumed), "the weights differ");
+    for step in 1..=6 {
+        let traces = |run: &Path| -> Vec<_> {
+            let traces = episodes(run, step).into_iter();
+            traces
+                .map(|episode| (episode.trace, episode.reward, episode.group))
+                .collect()
+        };
+        assert_eq!(traces(whole), traces(resumed), "step {step}");
+    }
+    let rows = |run: &Path| -> Vec<(Value, Value, Value)> {
+        let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+        text.lines()
+            .map(|line| serde_json::from_str::<Value>(line).expect("a JSON line"))
+            .map(|row| {
+                (
+                    row["step"].clone(),
+                    row["loss"].clone(),
+                    row["num_tokens"].clone(),
+                )
+            })
+            .collect()
+    };
+    assert_eq!(rows(whole), rows(resumed));
+    let summary = |run: &Path| {
+        let summary = json(&run.join("summary.json"));
+        [
+            summary["before"].clone(),
+            summary["after"].clone(),
+            summary["tokens"].clone(),
+        ]
+    };
+    assert_eq!(summary(whole), summary(resumed));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `wardian eval`: pass@k of a model on tasks.
 
+use std::sync::atomic::AtomicBool;
+
 use clap::Args;
 
 use super::runtime::load_sandboxes;
@@ -66,6 +68,8 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
         &workbench,
         &mut engine,
         &tasks,
+        // A signal ends it as it ends most programs: nothing is lost.
+        &AtomicBool::new(false),
         &mut observe,
     )
     .map_err(Failure::from)?;

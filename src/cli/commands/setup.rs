@@ -96,6 +96,7 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
                 .get_or_insert_with(|| text(starter.heldout_tasks()));
         }
     }
+    name_from_anywhere(&mut config);
     // The folder of an adapter stands for its base model with the adapter on.
     let base = LoraAdapter::base_model_of(config.model.path.as_ref())
         .map_err(|error| Failure::from(RunError::from(error)))?;
@@ -109,6 +110,35 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
         name,
         scratch,
     })
+}
+
+/// Makes the paths of files absolute, so that a run's own run.toml means the same in any folder.
+fn name_from_anywhere(config: &mut RunConfig) {
+    let paths = [&mut config.model.path, &mut config.task.path]
+        .into_iter()
+        .chain(&mut config.model.adapter)
+        .chain(&mut config.task.eval_path)
+        // Other graders are named, not found.
+        .chain(
+            config
+                .task
+                .grader
+                .as_mut()
+                .filter(|grader| grader.ends_with(".py")),
+        );
+    for path in paths {
+        let absolute = std::path::absolute(&*path)
+            .ok()
+            .filter(|path| path.exists());
+        if let Some(absolute) = absolute.as_ref().and_then(|path| path.to_str()) {
+            *path = absolute.to_owned();
+        }
+    }
+    for wheel in &mut config.sandbox.wheels {
+        if let Ok(absolute) = std::path::absolute(&*wheel) {
+            *wheel = absolute;
+        }
+    }
 }
 
 /// Resolves a configuration for measuring: tasks named by an argument are the ones to measure on.

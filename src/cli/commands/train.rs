@@ -1,9 +1,13 @@
 //! `wardian train`: GRPO on sandboxed Python tasks.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
 use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
@@ -13,7 +17,7 @@ use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, human_duration};
 use crate::config::TrainMode;
-use crate::run::{Measured, RunError, RunEvent, Summary, train};
+use crate::run::{Measured, RunError, RunEvent, Summary, TrainOptions, train};
 
 /// Arguments of `wardian train`.
 #[derive(Debug, Args)]
@@ -23,6 +27,14 @@ pub(in crate::cli) struct TrainArgs {
     /// Run folder [default: runs/<time>-<name>]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Go on with a run that was stopped or killed, from its last checkpoint, as its run.toml says;
+    /// `--set` changes keys of it
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = ["out", "config", "model", "tasks", "seed"]
+    )]
+    resume: Option<PathBuf>,
     /// Shuffle rewards within each group: a control, under which nothing may be learned
     #[arg(long)]
     shuffle_rewards: bool,
@@ -38,11 +50,18 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
             .overrides
             .push("trainer.shuffle_rewards=true".to_owned());
     }
+    if let Some(run) = &args.resume {
+        let file = run.join("run.toml");
+        if !file.is_file() {
+            return Err(Failure::from(RunError::NoRun { path: run.clone() }));
+        }
+        config_args.config = Some(file);
+    }
     let resolved = setup::resolve(&config_args)?;
     if resolved.config.task.path.is_empty() {
         return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
     }
-    let out = match &args.out {
+    let out = match args.resume.as_ref().or(args.out.as_ref()) {
         Some(out) => out.clone(),
         None => setup::default_run_folder(&resolved),
     };
@@ -100,7 +119,20 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         ),
         _ => {}
     };
-    let summary = train(&config, &policy, &workbench, &out, &mut observe).map_err(Failure::from)?;
+    let stop = stop_on_signals().map_err(Failure::internal)?;
+    let options = TrainOptions {
+        out: &out,
+        resume: args.resume.is_some(),
+        stop: &stop,
+    };
+    let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
+        Err(error @ RunError::Stopped { .. }) => {
+            training.finish();
+            printer.note(&capitalized(&error.to_string()));
+            return Ok(ExitStatus::Stopped);
+        }
+        summary => summary.map_err(Failure::from)?,
+    };
     training.finish();
     if args.format == Format::Json {
         printer.json(&summary).map_err(Failure::internal)?;
@@ -109,6 +141,22 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         printer.note(&describe(&summary, &took, &out.display().to_string()));
     }
     Ok(ExitStatus::Success)
+}
+
+/// Returns what SIGINT (Ctrl-C) and SIGTERM set to true. A second one ends the process at once.
+fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, ExitStatus::STOPPED, Arc::clone(&stop))?;
+        flag::register(signal, Arc::clone(&stop))?;
+    }
+    Ok(stop)
+}
+
+fn capitalized(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().into_iter().flat_map(char::to_uppercase);
+    first.chain(letters).collect()
 }
 
 fn percent(share: f64, [low, high]: [f64; 2]) -> String {
