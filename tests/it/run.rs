@@ -5,7 +5,6 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use rstest::rstest;
-use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use wardian::task::TaskSet;
 use wardian::trajectory::{Trajectory, read_step, step_path};
@@ -155,8 +154,8 @@ fn the_same_seed_samples_the_same_tokens() {
     );
 }
 
-/// Starts a run, and sends it `signal` once it has logged two of its steps.
-fn interrupt(out: &Path, extra: &[&str], signal: Signal) -> Output {
+/// Starts a run, and sends it a signal, `-KILL` or `-TERM`, once it has logged two of its steps.
+fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_wardian"))
         .args(["train", "--seed", "3", "--out"])
         .arg(out)
@@ -177,8 +176,10 @@ fn interrupt(out: &Path, extra: &[&str], signal: Signal) -> Output {
         );
         std::thread::sleep(Duration::from_millis(5));
     }
-    let pid = Pid::from_child(&child);
-    rustix::process::kill_process(pid, signal).expect("it runs");
+    let sent = Command::new("kill")
+        .args([signal, &child.id().to_string()])
+        .status();
+    assert!(sent.expect("`kill` is there").success());
     child.wait_with_output().expect("it ends")
 }
 
@@ -196,7 +197,7 @@ fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] wei
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     train(&whole, settings);
-    let output = interrupt(&killed, settings, Signal::KILL);
+    let output = interrupt(&killed, settings, "-KILL");
     assert!(!output.status.success());
     assert!(!killed.join("summary.json").exists());
     wardian(&["train", "--resume", killed.to_str().expect("UTF-8")]);
@@ -210,7 +211,7 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
     // Without a checkpoint on the way, what is saved is saved because of the signal.
     let settings = ["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
     train(&whole, &settings);
-    let output = interrupt(&stopped, &settings, Signal::TERM);
+    let output = interrupt(&stopped, &settings, "-TERM");
     let messages = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(75), "{messages}");
     assert!(messages.contains("--resume"), "{messages}");

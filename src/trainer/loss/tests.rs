@@ -1,4 +1,7 @@
+use serde_json::Value;
+
 use super::*;
+use crate::engine::model::ops::{RowStatistics, log_softmax_gradient, row_statistics};
 use crate::engine::model::tests_support::{GoldenCase, golden};
 
 /// The batch that most golden cases share.
@@ -759,4 +762,118 @@ fn truncated_sequences_count_or_not_as_configured() {
             "{key}"
         );
     }
+}
+
+/// TRL's own loss on fixed rollouts, down to the gradient of the logits
+/// (`tests/golden/make_trl_losses.py`).
+#[test]
+fn losses_and_gradients_are_those_of_trl() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/trl_losses.json");
+    let text = fs_err::read_to_string(path).expect("the golden file is part of the repository");
+    let file: Value = serde_json::from_str(&text).expect("the golden file is JSON");
+    let rollouts = &file["rollouts"];
+    let batch = |logp: Vec<Vec<f64>>| Batch {
+        logp,
+        old: matrix(&rollouts["old"]),
+        sampled: matrix(&rollouts["sampled"]),
+        reference: Some(matrix(&rollouts["reference"])),
+        mask: matrix(&rollouts["mask"]),
+        advantages: numbers(&rollouts["advantages"]),
+    };
+    let logits: Vec<Vec<Vec<f64>>> = list(&rollouts["logits"]).iter().map(matrix).collect();
+    let inverse = 1.0 / file["temperature"].as_f64().expect("a number");
+    let cases = file["cases"].as_object().expect("an object");
+    for (name, case) in cases {
+        let settings = &case["settings"];
+        let number = |key: &str| settings[key].as_f64();
+        let low = number("epsilon").unwrap_or(0.2);
+        let high = number("epsilon_high").unwrap_or(low);
+        let kind = settings["loss_type"].as_str().expect("a name");
+        let config = LossConfig {
+            surrogate: match kind {
+                "cispo" => Surrogate::Cispo { low: 0.0, high },
+                "sapo" => Surrogate::Sapo {
+                    tau_positive: 1.0,
+                    tau_negative: 1.05,
+                },
+                _ => Surrogate::Clipped {
+                    low: 1.0 - low,
+                    high: 1.0 + high,
+                    dual_clip: number("delta"),
+                },
+            },
+            ratio_level: match settings["importance_sampling_level"].as_str() {
+                Some("sequence") => RatioLevel::Sequence,
+                _ => RatioLevel::Token,
+            },
+            aggregation: match kind {
+                "grpo" | "sapo" => Aggregation::Grpo,
+                "dr_grpo" => Aggregation::DrGrpo,
+                _ => Aggregation::Dapo,
+            },
+            off_policy_threshold: number("off_policy_mask_threshold"),
+            kl_coef: number("beta").unwrap_or(0.0),
+            kl_bias_correction: settings["use_bias_correction_kl"] != false,
+            entropy_coef: number("entropy_coef").unwrap_or(0.0),
+            max_completion_length: 8,
+            ..LossConfig::default()
+        };
+        let mut loss = 0.0;
+        let mut statistics = Vec::new();
+        for (row, logits) in logits.iter().enumerate() {
+            let ids: Vec<u32> = list(&rollouts["ids"][row])
+                .iter()
+                .map(|id| u32::try_from(id.as_u64().expect("an id")).expect("an id"))
+                .collect();
+            statistics.push((row_statistics(&logits.concat(), &ids, inverse), ids));
+        }
+        let logp = |(row, _): &(Vec<RowStatistics<f64>>, Vec<u32>)| -> Vec<f64> {
+            row.iter().map(|token| token.logprob).collect()
+        };
+        let mut batch = batch(statistics.iter().map(logp).collect());
+        if config.kl_coef == 0.0 {
+            batch.reference = None;
+        }
+        let totals = config.totals(batch.counts());
+        let entropy = config.entropy_weight(totals);
+        for (row, (tokens, ids)) in statistics.iter().enumerate() {
+            let weight = config.token_weight(totals, batch.counts()[row]);
+            let expected = matrix(&case["gradient"][row]);
+            let terms = batch.terms(&config, row);
+            for (t, term) in &terms {
+                loss += term.loss * weight - entropy * tokens[*t].entropy;
+                let mut gradient = logits[row][*t].clone();
+                log_softmax_gradient(
+                    &mut gradient,
+                    &ids[*t..=*t],
+                    &tokens[*t..=*t],
+                    &[term.gradient * weight],
+                    -entropy,
+                    inverse,
+                );
+                for (found, expected) in gradient.iter().zip(&expected[*t]) {
+                    assert!(
+                        (found - expected).abs() < 1e-9,
+                        "{name}: {found} {expected}"
+                    );
+                }
+            }
+        }
+        let expected = case["loss"].as_f64().expect("a number");
+        assert!((loss - expected).abs() < 1e-9, "{name}: {loss} {expected}");
+    }
+    assert!(cases.len() >= 14);
+}
+
+fn list(value: &Value) -> &Vec<Value> {
+    value.as_array().expect("a list")
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    let number = |item: &Value| item.as_f64().expect("a number");
+    list(value).iter().map(number).collect()
+}
+
+fn matrix(value: &Value) -> Vec<Vec<f64>> {
+    list(value).iter().map(numbers).collect()
 }
