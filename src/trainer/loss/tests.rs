@@ -818,6 +818,8 @@ fn losses_and_gradients_are_those_of_trl() {
             max_completion_length: 8,
             ..LossConfig::default()
         };
+        // TRL keeps SAPO's temperatures in f32.
+        let tolerance = if kind == "sapo" { 1e-6 } else { 1e-9 };
         let mut loss = 0.0;
         let mut statistics = Vec::new();
         for (row, logits) in logits.iter().enumerate() {
@@ -860,7 +862,10 @@ fn losses_and_gradients_are_those_of_trl() {
             }
         }
         let expected = case["loss"].as_f64().expect("a number");
-        assert!((loss - expected).abs() < 1e-9, "{name}: {loss} {expected}");
+        assert!(
+            (loss - expected).abs() < tolerance,
+            "{name}: {loss} {expected}"
+        );
     }
     assert!(cases.len() >= 14);
 }
