@@ -4,7 +4,8 @@
 //! - [`ChatTemplate`] turns a conversation into the exact text that Hugging Face's
 //!   `apply_chat_template` would produce, plus the places in it that quote outside text
 //!   ([`RenderedChat::literal`]): there, the spelling of a control token is only text.
-//! - [`parse_turn`] reads what the model wrote back into reasoning, content and tool calls.
+//! - [`parse_turn_as`] reads what the model wrote back into reasoning, content and tool calls, in the
+//!   [`ToolCallFormat`] of its chat template.
 //!
 //! In a multi-turn episode the sampled ids are kept and only [`ChatTemplate::tool_suffix`] is
 //! tokenised: decoding and encoding again may give other ids than the ones that were sampled.
@@ -19,7 +20,9 @@ use std::sync::Arc;
 pub use json::to_python_json;
 pub use message::{Message, Role, ToolCall, ToolSpec};
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
-pub use tool_parser::{ParsedTurn, ToolCallError, parse_turn};
+pub use tool_parser::{
+    ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_turn, parse_turn_as,
+};
 
 /// A chat template that could not be read or rendered.
 #[derive(Debug, Clone, thiserror::Error)]

@@ -136,11 +136,30 @@ pub enum EngineError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A sampling parameter makes a distribution that a trainer cannot recompute.
+    #[error(
+        "`{field}` cannot be used in training: tokens would be drawn from another distribution \
+         than the one whose gradient is taken"
+    )]
+    NotTrainable {
+        /// The parameter.
+        field: &'static str,
+    },
+    /// Stop strings were asked of an engine that cannot read text.
+    #[error("`stop` needs a tokenizer; give the engine one with `Engine::set_tokenizer`")]
+    NoTokenizer,
     /// The model's logits are not numbers: the weights are damaged or training diverged.
     #[error("logits of sequence {id} are not finite; the weights have diverged or are damaged")]
     NonFiniteLogits {
         /// The sequence.
         id: SequenceId,
+    },
+
+    /// A step failed while it also served this request.
+    #[error("the engine failed: {message}")]
+    Step {
+        /// What it said.
+        message: String,
     },
 
     // === Requests ===
@@ -198,6 +217,7 @@ impl EngineError {
             Self::Model(error) => error.is_input(),
             Self::Tokenizer { .. }
             | Self::NonFiniteLogits { .. }
+            | Self::Step { .. }
             | Self::UnknownSequence { .. }
             | Self::StillGenerating { .. } => false,
             _ => true,

@@ -2,20 +2,24 @@
 
 use indexmap::IndexMap;
 
-use crate::chat::{Message, parse_turn};
+use crate::chat::{Message, ToolCallFormat, parse_turn_as};
 use crate::engine::FinishReason;
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
-use crate::trajectory::{Finish, Status, TokenTrace, Trajectory, Turn, Usage};
+use crate::trajectory::{Finish, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
 
 /// A turn as the engine sampled it.
 #[derive(Debug, Clone)]
 pub(super) struct SampledTurn {
-    /// The sampled ids, the stop token included.
+    /// The turn's ids, the stop token included.
     pub(super) tokens: Vec<u32>,
     /// The log-probability of each.
     pub(super) logprobs: Vec<f32>,
+    /// Whether each was sampled; the others close reasoning that was too long.
+    pub(super) is_sampled: Vec<bool>,
     /// The text, without the stop token.
     pub(super) text: String,
+    /// How tool calls are written in it.
+    pub(super) format: ToolCallFormat,
     /// Why sampling ended.
     pub(super) finish: FinishReason,
     /// Seconds since the turn was asked for.
@@ -87,16 +91,12 @@ impl Episode {
     /// Takes a sampled turn and returns the messages that answer it, or `None` at the end.
     pub(super) fn take_turn(&mut self, sampled: &SampledTurn) -> Option<Vec<Message>> {
         let start = self.trajectory.trace.len();
-        if let Err(error) = self
-            .trajectory
-            .trace
-            .push_sampled(&sampled.tokens, &sampled.logprobs)
-        {
+        if let Err(error) = self.record(sampled) {
             self.fail(&error);
             return None;
         }
         self.trajectory.usage.generate_seconds += sampled.seconds;
-        let parsed = parse_turn(&sampled.text);
+        let parsed = parse_turn_as(&sampled.text, sampled.format, self.environment.tools());
         let before = self.environment.stats();
         self.trajectory.messages.push(Message {
             reasoning_content: parsed.reasoning.clone(),
@@ -129,6 +129,22 @@ impl Episode {
                 None
             }
         }
+    }
+
+    /// Adds a turn's tokens to the trace: what was sampled, and between it what was not.
+    fn record(&mut self, sampled: &SampledTurn) -> Result<(), TraceError> {
+        let trace = &mut self.trajectory.trace;
+        let mut start = 0;
+        for run in sampled.is_sampled.chunk_by(|left, right| left == right) {
+            let span = start..start + run.len();
+            start = span.end;
+            if run[0] {
+                trace.push_sampled(&sampled.tokens[span.clone()], &sampled.logprobs[span])?;
+            } else {
+                trace.push_observation(&sampled.tokens[span]);
+            }
+        }
+        Ok(())
     }
 
     /// Ends an episode whose context is full.

@@ -163,6 +163,7 @@ pub fn train(
         report: &before,
     });
     let collector_config = workbench.collector(config.rollout.temperature);
+    collector_config.sampling.check_trainable()?;
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     let mut tokens = 0;
     for step in 1..=steps {

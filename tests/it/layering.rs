@@ -19,7 +19,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("rollout", &["chat", "engine", "env", "task", "trajectory"]),
     ("trainer", &["engine", "rollout", "trajectory"]),
     ("eval", &["rollout", "task", "trajectory"]),
-    ("config", &["grader", "sandbox", "task"]),
+    ("config", &["chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),
     ("cli", &[ABOVE]),
 ];

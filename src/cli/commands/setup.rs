@@ -147,7 +147,7 @@ pub(super) fn load(
         Trainable::Frozen
     };
     let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
-    let workbench = workbench(&config, &policy, sandboxes);
+    let workbench = workbench(&config, &policy, sandboxes)?;
     Ok(Loaded {
         config,
         policy,
@@ -157,7 +157,11 @@ pub(super) fn load(
 }
 
 /// Puts the workbench together.
-pub(super) fn workbench(config: &RunConfig, policy: &Policy, sandboxes: Sandboxes) -> Workbench {
+pub(super) fn workbench(
+    config: &RunConfig,
+    policy: &Policy,
+    sandboxes: Sandboxes,
+) -> Result<Workbench, Failure> {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.grade_fuel,
@@ -165,7 +169,7 @@ pub(super) fn workbench(config: &RunConfig, policy: &Policy, sandboxes: Sandboxe
         ..Limits::default()
     });
     let graders = GraderRegistry::standard(&sandboxes.grading, &limits);
-    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders))
+    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders)).map_err(Failure::from)
 }
 
 /// Returns `runs/<time>-<name>`.

@@ -1,5 +1,8 @@
 //! The engine on a toy decoder with random weights.
 
+mod prefixes;
+mod turns;
+
 use candle_core::Device;
 use proptest::prelude::*;
 
@@ -169,8 +172,7 @@ fn a_group_samples_what_its_members_sample_alone() {
         prompt.len() as u64,
         "the prompt is computed once"
     );
-    let distinct: std::collections::BTreeSet<_> =
-        finished.values().map(|finished| &finished.tokens).collect();
+    let distinct: BTreeSet<_> = finished.values().map(|finished| &finished.tokens).collect();
     assert!(distinct.len() > 3, "members draw from streams of their own");
 }
 
@@ -505,7 +507,7 @@ proptest! {
         max_batch_tokens in 1_usize..60,
     ) {
         let config = EngineConfig {
-            max_running: 6, max_cache_tokens, prefill_chunk, max_batch_tokens, max_context: 90,
+            max_running: 6, max_cache_tokens, prefill_chunk, max_batch_tokens, max_context: 90, ..EngineConfig::default()
         };
         let mut engine = engine(config);
         // Of each sequence: its first prompt and seed, for single turns.
