@@ -15,6 +15,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("grader", &["sandbox"]),
     ("task", &["grader", "hub"]),
     ("trajectory", &["chat"]),
+    ("openai", &["chat", "engine"]),
     ("env", &["chat", "grader", "sandbox", "task"]),
     ("rollout", &["chat", "engine", "env", "task", "trajectory"]),
     ("trainer", &["engine", "rollout", "trajectory"]),

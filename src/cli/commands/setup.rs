@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::runtime::Sandboxes;
-use crate::cli::args::ConfigArgs;
+use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
 use crate::config::RunConfig;
 use crate::engine::model::{LoraAdapter, Trainable};
@@ -153,6 +153,35 @@ pub(super) fn load(
         policy,
         workbench,
         scratch: resolved.scratch,
+    })
+}
+
+/// A model to talk to.
+#[derive(Debug)]
+pub(super) struct LoadedModel {
+    /// Its name, as the user gave it.
+    pub(super) name: String,
+    pub(super) config: RunConfig,
+    pub(super) policy: Policy,
+    /// Keeps the starter's files where there is no cache folder.
+    _scratch: Option<tempfile::TempDir>,
+}
+
+/// Loads a model without the means to train it.
+pub(super) fn load_model(args: &ModelArgs) -> Result<LoadedModel, Failure> {
+    let resolved = resolve(&ConfigArgs {
+        config: None,
+        model: args.model.clone(),
+        tasks: None,
+        seed: None,
+        overrides: args.overrides.clone(),
+    })?;
+    let policy = Policy::load(&resolved.config, &Trainable::Frozen).map_err(Failure::from)?;
+    Ok(LoadedModel {
+        name: args.model.clone().unwrap_or_else(|| STARTER.to_owned()),
+        config: resolved.config,
+        policy,
+        _scratch: resolved.scratch,
     })
 }
 
