@@ -21,7 +21,8 @@ pub use json::to_python_json;
 pub use message::{Message, Role, ToolCall, ToolSpec};
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
 pub use tool_parser::{
-    ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_turn, parse_turn_as,
+    ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_calls, parse_turn,
+    parse_turn_as,
 };
 
 /// A chat template that could not be read or rendered.

@@ -14,7 +14,7 @@ use tokio::sync::mpsc as events;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    Engine, EngineConfig, EngineError, EngineStats, Finished, SamplingParams, SequenceId,
+    Engine, EngineError, EngineStats, Finished, RequestLimits, SamplingParams, SequenceId,
     SequenceSeed, TokenLogprob,
 };
 
@@ -122,8 +122,7 @@ pub struct EngineHandle {
     submissions: mpsc::Sender<Submitted>,
     slots: Arc<Semaphore>,
     max_requests: usize,
-    max_context: usize,
-    config: EngineConfig,
+    limits: RequestLimits,
     status: Arc<Mutex<EngineStatus>>,
 }
 
@@ -142,8 +141,7 @@ impl EngineHandle {
             submissions,
             slots: Arc::new(Semaphore::new(max_requests)),
             max_requests,
-            max_context: engine.max_context(),
-            config: engine.config().clone(),
+            limits: engine.limits(),
             status: Arc::clone(&status),
         };
         let thread = std::thread::Builder::new()
@@ -187,19 +185,15 @@ impl EngineHandle {
         }
     }
 
-    /// Returns the length of the longest sequence, prompt included.
-    pub fn max_context(&self) -> usize {
-        self.max_context
+    /// Returns the bounds of every request; one that does not keep to them is told so by
+    /// [`GenerateEvent::Failed`].
+    pub fn limits(&self) -> RequestLimits {
+        self.limits
     }
 
     /// Returns the most completions at a time.
     pub fn max_requests(&self) -> usize {
         self.max_requests
-    }
-
-    /// Returns the engine's limits.
-    pub fn config(&self) -> &EngineConfig {
-        &self.config
     }
 
     /// Returns what the engine is doing.
@@ -216,7 +210,7 @@ struct Active {
     /// Tokens that were told.
     told: usize,
     /// Lets the next request in when the last completion of this one is gone.
-    _slots: Arc<OwnedSemaphorePermit>,
+    slots: Arc<OwnedSemaphorePermit>,
 }
 
 struct Worker {
@@ -268,13 +262,16 @@ impl Worker {
                         events: events.clone(),
                         is_streamed: request.stream,
                         told: 0,
-                        _slots: Arc::clone(&slots),
+                        slots: Arc::clone(&slots),
                     };
                     self.active.insert(id, active);
                 }
             }
-            // Nobody listens any more if this fails.
-            Err(error) => drop(events.send(GenerateEvent::Failed(error))),
+            Err(error) => {
+                drop(slots);
+                // Nobody listens any more if this fails.
+                drop(events.send(GenerateEvent::Failed(error)));
+            }
         }
     }
 
@@ -293,11 +290,11 @@ impl Worker {
         }
     }
 
-    fn end(&mut self, id: SequenceId) {
-        self.active.remove(&id);
+    fn end(&mut self, id: SequenceId) -> Option<Active> {
         if let Err(error) = self.engine.release(id) {
             tracing::error!(%error, "failed to release a sequence");
         }
+        self.active.remove(&id)
     }
 
     fn step(&mut self) {
@@ -319,9 +316,9 @@ impl Worker {
                 active.tell(tokens);
             }
         }
+        let mut ended = Vec::with_capacity(finished.len());
         for finished in finished {
-            let id = finished.id;
-            if let Some(active) = self.active.get_mut(&id) {
+            if let Some(mut active) = self.end(finished.id) {
                 if active.is_streamed {
                     let tokens = tokens_from(
                         active.told,
@@ -332,13 +329,14 @@ impl Worker {
                     );
                     active.tell(tokens);
                 }
-                let event = GenerateEvent::Finished {
-                    index: active.index,
-                    finished: Box::new(finished),
-                };
-                drop(active.events.send(event));
+                ended.push((active.without_slots(), finished));
             }
-            self.end(id);
+        }
+        // Who is told that it is over may ask again at once, and finds room.
+        self.update_status(false);
+        for ((index, events), finished) in ended {
+            let finished = Box::new(finished);
+            drop(events.send(GenerateEvent::Finished { index, finished }));
         }
     }
 
@@ -346,16 +344,15 @@ impl Worker {
     fn fail(&mut self, error: &EngineError) {
         tracing::error!(%error, "a step of the engine failed");
         let ids: Vec<SequenceId> = self.active.keys().copied().collect();
-        for id in ids {
-            if let Some(active) = self.active.get(&id) {
-                let message = error.to_string();
-                drop(
-                    active
-                        .events
-                        .send(GenerateEvent::Failed(EngineError::Step { message })),
-                );
-            }
-            self.end(id);
+        let ended: Vec<_> = ids
+            .into_iter()
+            .filter_map(|id| self.end(id))
+            .map(Active::without_slots)
+            .collect();
+        self.update_status(false);
+        for (_, events) in ended {
+            let message = error.to_string();
+            drop(events.send(GenerateEvent::Failed(EngineError::Step { message })));
         }
     }
 
@@ -371,6 +368,13 @@ impl Worker {
 }
 
 impl Active {
+    /// Gives up its part of the request's places; returns whom to tell of the end, and of which
+    /// completion.
+    fn without_slots(self) -> (usize, events::UnboundedSender<GenerateEvent>) {
+        drop(self.slots);
+        (self.index, self.events)
+    }
+
     fn tell(&mut self, tokens: Vec<GeneratedToken>) {
         if !tokens.is_empty() {
             self.told += tokens.len();

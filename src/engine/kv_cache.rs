@@ -11,8 +11,8 @@
 //! accepts that their history is off-policy; the cache does not know.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -22,6 +22,9 @@ use super::model::ops::{
     HeadShape, KEYS_PER_BLOCK, KeyValues, Real, key_block_len, write_key_value,
 };
 use super::prefix_cache::{PrefixBlocks, PrefixHash};
+
+/// One of so many kept blocks goes together with one that has to.
+const SPARE_SHARE: usize = 32;
 
 /// Names one sequence of a [`KvCache`]. Numbers are never used again, so a stale one is noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,6 +41,9 @@ pub struct KvCache {
     dtype: DType,
     blocks_in_use: Arc<AtomicUsize>,
     prefixes: Prefixes,
+    /// How many kept blocks no row holds, until a row lets go of blocks or takes some over: counting
+    /// looks at each of them.
+    idle: OnceLock<usize>,
 }
 
 /// Full blocks that the next rows may begin with.
@@ -125,6 +131,7 @@ impl KvCache {
         let blocks_in_use = Arc::new(AtomicUsize::new(0));
         Self {
             prefixes,
+            idle: OnceLock::new(),
             rows,
             next_row: 0,
             max_tokens,
@@ -182,6 +189,7 @@ impl KvCache {
     ///
     /// Fails if `row` was freed before.
     pub fn free(&mut self, row: RowId) -> Result<(), ModelError> {
+        self.idle.take();
         let known = match &mut self.rows {
             Rows::F32(rows) => rows.remove(&row).is_some(),
             Rows::F64(rows) => rows.remove(&row).is_some(),
@@ -197,6 +205,7 @@ impl KvCache {
     /// Adds a row that begins with the longest known prefix of the blocks that `chain` names;
     /// returns how many tokens that is, too.
     pub(super) fn add_row_with_prefix(&mut self, chain: &[PrefixHash]) -> (RowId, usize) {
+        self.idle.take();
         let id = self.add_row();
         let len = match (&mut self.rows, &mut self.prefixes) {
             (Rows::F32(rows), Prefixes::F32(known)) => begin_with(rows, id, known.longest(chain)),
@@ -228,6 +237,7 @@ impl KvCache {
 
     /// Frees the blocks that no row holds.
     pub(super) fn clear_prefixes(&mut self) {
+        self.idle.take();
         match &mut self.prefixes {
             Prefixes::F32(known) => known.clear(),
             Prefixes::F64(known) => known.clear(),
@@ -237,11 +247,11 @@ impl KvCache {
 
     /// Returns how many blocks are kept that no row holds: they give way when room is needed.
     fn idle_blocks(&self) -> usize {
-        match &self.prefixes {
+        *self.idle.get_or_init(|| match &self.prefixes {
             Prefixes::F32(known) => known.idle(),
             Prefixes::F64(known) => known.idle(),
             Prefixes::None => 0,
-        }
+        })
     }
 
     /// Returns the bytes that one token takes.
@@ -270,6 +280,7 @@ impl KvCache {
     ///
     /// Fails if `row` was freed, or if the tensor library does on another device than the CPU.
     pub fn truncate(&mut self, row: RowId, len: usize) -> Result<(), ModelError> {
+        self.idle.take();
         let unknown = ModelError::UnknownRow { row: row.0 };
         match &mut self.rows {
             Rows::F32(rows) => rows.get_mut(&row).ok_or(unknown)?.truncate(len),
@@ -342,6 +353,7 @@ impl KvCache {
         let block_len = self.layers * self.shape.kv_heads * key_block_len(self.shape.head_dim);
         let in_use = Arc::clone(&self.blocks_in_use);
         let max_tokens = self.max_tokens;
+        let idle = self.idle_blocks();
         let rows = T::rows(&mut self.rows).ok_or(ModelError::Mismatch {
             what: "bits of the cache's numbers against the model's",
             found: 0,
@@ -355,10 +367,13 @@ impl KvCache {
         }
         let max_blocks = max_tokens / KEYS_PER_BLOCK;
         let mut needed = in_use.load(Ordering::Relaxed) + new_blocks;
-        if needed > max_blocks
-            && let Some(known) = T::prefixes(&mut self.prefixes)
-        {
-            needed -= known.evict(needed - max_blocks);
+        if needed > max_blocks {
+            // Some more than needed: choosing looks at all of them.
+            let spare = idle / SPARE_SHARE;
+            self.idle.take();
+            if let Some(known) = T::prefixes(&mut self.prefixes) {
+                needed -= known.evict((needed - max_blocks).max(spare));
+            }
         }
         if new_blocks > 0 && needed > max_blocks {
             return Err(ModelError::CacheFull {

@@ -18,7 +18,7 @@
 //! and then the youngest running ones lose their keys and values, which are computed again when
 //! it is their turn.
 //!
-//! **What was computed once is used again** ([`EngineConfig::prefix_caching`]): a sequence that begins
+//! **What was computed once is used again** ([`PrefixCaching`]): a sequence that begins
 //! like an earlier one takes over its keys and values, in whole blocks of 32 tokens, as long as
 //! the weights are the same and memory was not needed for something else. It changes no bit.
 
@@ -26,6 +26,7 @@ mod error;
 mod gguf;
 mod handle;
 mod kv_cache;
+mod limits;
 mod loader;
 mod memory;
 pub mod model;
@@ -52,6 +53,7 @@ pub use handle::{
     Generation,
 };
 pub use kv_cache::{KvCache, RowId};
+pub use limits::RequestLimits;
 pub use loader::LoadedModel;
 pub use memory::available_memory;
 pub use sampling::{SamplingParams, SequenceSeed, ThinkingBudget, TokenLogprob};
@@ -81,8 +83,23 @@ pub struct EngineConfig {
     pub prefill_chunk: usize,
     /// Most tokens of one step. Default: 2048.
     pub max_batch_tokens: usize,
-    /// Whether sequences that begin alike share keys and values. Default: true.
-    pub prefix_caching: bool,
+    /// Which keys and values outlive their sequences, for others that begin alike. Default: all.
+    pub prefix_caching: PrefixCaching,
+}
+
+/// Which full blocks of keys and values are kept for sequences to come. They give way when memory
+/// is needed, but take what the limits allow until then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PrefixCaching {
+    /// None.
+    Off,
+    /// Those of the tokens that sequences are added with, such as instructions that many share. It
+    /// suits rollouts, whose own conversations are extended and never sent again.
+    Prompts,
+    /// Those of answers, too: conversations are sent again and go on.
+    #[default]
+    All,
 }
 
 impl Default for EngineConfig {
@@ -94,7 +111,7 @@ impl Default for EngineConfig {
             max_context: 0,
             prefill_chunk: 512,
             max_batch_tokens: 2048,
-            prefix_caching: true,
+            prefix_caching: PrefixCaching::All,
         }
     }
 }
@@ -222,6 +239,15 @@ impl Engine {
         self.max_context
     }
 
+    /// Returns the bounds of every request.
+    pub fn limits(&self) -> RequestLimits {
+        RequestLimits {
+            max_context: self.max_context,
+            vocab_size: self.decoder.config().vocab_size,
+            has_tokenizer: self.tokenizer.is_some(),
+        }
+    }
+
     /// Returns the number of sequences that the next steps advance.
     pub fn running(&self) -> usize {
         self.sequences
@@ -275,8 +301,7 @@ impl Engine {
         params: SamplingParams,
         seed: SequenceSeed,
     ) -> Result<SequenceId, EngineError> {
-        self.check_params(&params)?;
-        self.check_prompt(&prompt)?;
+        self.limits().check(&prompt, &params)?;
         Ok(self.insert(Sequence::new(prompt, params, seed)))
     }
 
@@ -292,8 +317,7 @@ impl Engine {
         params: &SamplingParams,
         seeds: &[SequenceSeed],
     ) -> Result<Vec<SequenceId>, EngineError> {
-        self.check_params(params)?;
-        self.check_prompt(prompt)?;
+        self.limits().check(prompt, params)?;
         let ids: Vec<SequenceId> = seeds
             .iter()
             .map(|&seed| self.insert(Sequence::new(prompt.to_vec(), params.clone(), seed)))
@@ -330,7 +354,7 @@ impl Engine {
     ///
     /// Fails if `id` is unknown or still generating, or if a token is outside the vocabulary.
     pub fn extend(&mut self, id: SequenceId, suffix: &[u32]) -> Result<(), EngineError> {
-        self.check_tokens(suffix)?;
+        self.limits().check_tokens(suffix)?;
         self.paused(id)?.extend(suffix);
         Ok(())
     }
@@ -636,9 +660,12 @@ impl Engine {
             return Ok(row);
         }
         // The last token is always computed, for its logits.
-        let blocks = match self.config.prefix_caching && self.cache.shares_prefixes() {
-            true => (sequence.tokens.len() - 1) / KEYS_PER_BLOCK,
-            false => 0,
+        let blocks = match self.config.prefix_caching {
+            PrefixCaching::Off => 0,
+            _ if !self.cache.shares_prefixes() => 0,
+            PrefixCaching::Prompts | PrefixCaching::All => {
+                (sequence.tokens.len() - 1) / KEYS_PER_BLOCK
+            }
         };
         let (row, hit_tokens) = self.cache.add_row_with_prefix(sequence.chain(blocks));
         sequence.row = Some(row);
@@ -664,14 +691,19 @@ impl Engine {
 
     /// Keeps the full blocks of a sequence for those that begin like it.
     fn keep_prefix(&mut self, id: SequenceId) -> Result<(), EngineError> {
-        if !self.config.prefix_caching || !self.cache.shares_prefixes() {
+        if !self.cache.shares_prefixes() {
             return Ok(());
         }
         let sequence = self
             .sequences
             .get_mut(&id)
             .ok_or(EngineError::UnknownSequence { id })?;
-        let full = sequence.cached / KEYS_PER_BLOCK;
+        let worth_keeping = match self.config.prefix_caching {
+            PrefixCaching::Off => 0,
+            PrefixCaching::Prompts => sequence.cached.min(sequence.prompt_len()),
+            PrefixCaching::All => sequence.cached,
+        };
+        let full = worth_keeping / KEYS_PER_BLOCK;
         let new = sequence.kept_blocks..full;
         if let Some(row) = sequence.row
             && !new.is_empty()
@@ -728,48 +760,5 @@ impl Engine {
             return Err(EngineError::StillGenerating { id });
         }
         Ok(sequence)
-    }
-
-    fn check_params(&self, params: &SamplingParams) -> Result<(), EngineError> {
-        params.validate()?;
-        if !params.stop.is_empty() && self.tokenizer.is_none() {
-            return Err(EngineError::NoTokenizer);
-        }
-        if let Some(thinking) = &params.thinking {
-            self.check_tokens(&thinking.close_token_ids)?;
-        }
-        let vocab_size = self.decoder.config().vocab_size;
-        // Stop tokens have no probability at first; something else must have.
-        if params.min_new_tokens > 0 && params.stop_token_ids.len() >= vocab_size {
-            return Err(EngineError::InvalidSampling {
-                field: "stop_token_ids",
-                reason: format!(
-                    "{} leave nothing of the vocabulary of {vocab_size} for `min_new_tokens`",
-                    params.stop_token_ids.len()
-                ),
-            });
-        }
-        Ok(())
-    }
-
-    fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt.len() >= self.max_context {
-            return Err(EngineError::PromptTooLong {
-                tokens: prompt.len(),
-                limit: self.max_context,
-            });
-        }
-        self.check_tokens(prompt)
-    }
-
-    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
-        let vocab_size = self.decoder.config().vocab_size;
-        match tokens.iter().find(|&&token| token as usize >= vocab_size) {
-            Some(&token) => Err(EngineError::TokenOutOfRange { token, vocab_size }),
-            None => Ok(()),
-        }
     }
 }

@@ -122,6 +122,8 @@ pub(super) struct Sequence {
     pub(super) followers: Vec<SequenceId>,
     pub(super) params: SamplingParams,
     pub(super) random: ChaCha8Rng,
+    /// Tokens that the sequence was added with.
+    prompt_len: usize,
     /// Names of the first full blocks, as far as they were needed.
     pub(super) chain: Vec<PrefixHash>,
     /// How many of the row's blocks are kept for other sequences.
@@ -149,6 +151,7 @@ struct Turn {
 impl Sequence {
     pub(super) fn new(prompt: Vec<u32>, params: SamplingParams, seed: SequenceSeed) -> Self {
         let mut sequence = Self {
+            prompt_len: prompt.len(),
             tokens: prompt,
             cached: 0,
             row: None,
@@ -175,6 +178,7 @@ impl Sequence {
             followers: Vec::new(),
             params: self.params.clone(),
             random: seed.generator(),
+            prompt_len: self.prompt_len,
             chain: self.chain.clone(),
             kept_blocks: if row.is_some() { self.kept_blocks } else { 0 },
             prefix_hit_tokens: self.prefix_hit_tokens,
@@ -188,6 +192,11 @@ impl Sequence {
     /// Returns the tokens that the cache does not hold yet.
     pub(super) fn pending(&self) -> &[u32] {
         &self.tokens[self.cached..]
+    }
+
+    /// Returns how many tokens the sequence was added with.
+    pub(super) fn prompt_len(&self) -> usize {
+        self.prompt_len
     }
 
     /// Returns the names of the first `blocks` full blocks.

@@ -86,7 +86,7 @@ pub(super) async fn complete(
         usage.add(finished);
         choices.push(teller.whole(index, finished)?);
     }
-    let mut answer = envelope.wrap(json!(choices));
+    let mut answer = envelope.wrap(&choices);
     answer["usage"] = usage.to_json();
     if let Some(ids) = prompt_token_ids {
         answer["prompt_token_ids"] = json!(ids);

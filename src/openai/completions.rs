@@ -83,7 +83,7 @@ pub(super) async fn complete(
         total.completion += usage.completion;
         total.cached += usage.cached;
     }
-    let mut answer = envelope.wrap(Value::from(choices));
+    let mut answer = envelope.wrap(&choices);
     answer["usage"] = total.to_json();
     Ok(Json(answer).into_response())
 }

@@ -252,7 +252,7 @@ fn card(app: &App) -> Value {
         "object": "model",
         "created": app.started,
         "owned_by": "wardian",
-        "max_model_len": app.engine.max_context(),
+        "max_model_len": app.engine.limits().max_context,
     })
 }
 

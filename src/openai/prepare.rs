@@ -21,7 +21,7 @@ impl Common {
         top_logprobs: Option<usize>,
     ) -> Result<GenerateRequest, ApiError> {
         let params = self.params(app, prompt.len(), max_tokens, top_logprobs)?;
-        params.validate()?;
+        app.engine.limits().check(&prompt, &params)?;
         Ok(GenerateRequest {
             prompt,
             params,
@@ -37,7 +37,7 @@ impl Common {
         max_tokens: Option<usize>,
         top_logprobs: Option<usize>,
     ) -> Result<SamplingParams, ApiError> {
-        let limit = app.engine.max_context();
+        let limit = app.engine.limits().max_context;
         if prompt >= limit {
             return Err(EngineError::PromptTooLong {
                 tokens: prompt,

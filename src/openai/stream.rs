@@ -32,7 +32,7 @@ pub(super) struct Envelope {
 }
 
 impl Envelope {
-    pub(super) fn wrap(&self, choices: Value) -> Value {
+    pub(super) fn wrap(&self, choices: &[Value]) -> Value {
         json!({
             "id": self.id,
             "object": self.object,
@@ -181,7 +181,7 @@ impl<C: Chunks> Streamed<C> {
             return send(sender, &error.body()).await;
         }
         if self.tells_usage {
-            let mut chunk = self.envelope.wrap(json!([]));
+            let mut chunk = self.envelope.wrap(&[]);
             chunk["usage"] = self.usage.to_json();
             send(sender, &chunk).await?;
         }
@@ -197,7 +197,7 @@ impl<C: Chunks> Streamed<C> {
         choices: Vec<Value>,
     ) -> Result<(), Gone> {
         for choice in choices {
-            let mut chunk = self.envelope.wrap(json!([choice]));
+            let mut chunk = self.envelope.wrap(&[choice]);
             if let Some(ids) = self.prompt_token_ids.take() {
                 chunk["prompt_token_ids"] = json!(ids);
             }

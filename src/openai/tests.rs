@@ -29,7 +29,21 @@ fn model() -> ServedModel {
     }
 }
 
+fn broken_decoder() -> Arc<Decoder> {
+    let decoder = decoder(&Trainable::Full);
+    let (_, variable) = &decoder.variables()[0];
+    let nan = (variable.as_tensor() * f64::NAN).unwrap();
+    variable.set(&nan).unwrap();
+    decoder
+}
+
 fn engine(config: EngineConfig) -> Engine {
+    let mut engine = Engine::new(decoder(&Trainable::Frozen), config).unwrap();
+    engine.set_tokenizer(model().tokenizer);
+    engine
+}
+
+fn decoder(trainable: &Trainable) -> Arc<Decoder> {
     let model_config = ModelConfig::from_json(
         r#"{"model_type": "qwen3", "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,11 +57,7 @@ fn engine(config: EngineConfig) -> Engine {
             *tensor = (&*tensor * 10.0).unwrap();
         }
     }
-    let frozen = Trainable::Frozen;
-    let decoder = Decoder::new(model_config, weights, &Device::Cpu, &frozen, 0).unwrap();
-    let mut engine = Engine::new(Arc::new(decoder), config).unwrap();
-    engine.set_tokenizer(model().tokenizer);
-    engine
+    Arc::new(Decoder::new(model_config, weights, &Device::Cpu, trainable, 0).unwrap())
 }
 
 fn service(config: ServerConfig, max_requests: usize) -> (Router, EngineHandle) {
@@ -124,7 +134,7 @@ async fn ask(app: &Router, path: &str, body: &Value) -> Answer {
 }
 
 /// A chat request with further fields.
-fn chat(fields: Value) -> Value {
+fn chat(fields: &Value) -> Value {
     let mut body = json!({
         "model": "toy", "messages": [{"role": "user", "content": "hi"}], "seed": 7,
         "max_completion_tokens": 24,
@@ -141,9 +151,13 @@ const COMPLETIONS: &str = "/v1/completions";
 #[tokio::test]
 async fn a_chat_is_answered_in_openais_shape() {
     let app = toy();
-    let answer = ask(&app, CHAT, &chat(json!({"n": 2, "return_token_ids": true})))
-        .await
-        .json();
+    let answer = ask(
+        &app,
+        CHAT,
+        &chat(&json!({"n": 2, "return_token_ids": true})),
+    )
+    .await
+    .json();
     assert_eq!(answer["object"], "chat.completion");
     assert_eq!(answer["model"], "toy");
     assert!(answer["id"].as_str().unwrap().starts_with("chatcmpl-"));
@@ -185,8 +199,8 @@ async fn a_stream_tells_what_the_whole_answer_tells() {
         json!({"chat_template_kwargs": {"enable_thinking": true}}),
         json!({"tools": [{"type": "function", "function": {"name": "f"}}], "stop": ["e", "a"]}),
     ] {
-        let whole = ask(&app, CHAT, &chat(fields.clone())).await.json();
-        let mut body = chat(fields);
+        let whole = ask(&app, CHAT, &chat(&fields)).await.json();
+        let mut body = chat(&fields);
         body["stream"] = Value::from(true);
         body["stream_options"] = json!({"include_usage": true});
         let answer = ask(&app, CHAT, &body).await;
@@ -248,7 +262,7 @@ async fn a_stream_tells_what_the_whole_answer_tells() {
 #[tokio::test]
 async fn reasoning_that_the_template_opens_is_told_apart_and_has_a_budget() {
     let app = toy();
-    let body = chat(json!({
+    let body = chat(&json!({
         "chat_template_kwargs": {"enable_thinking": true}, "thinking_token_budget": 5,
         "logit_bias": {"256": -100, "257": -100, "259": -100}, "return_token_ids": true,
         "temperature": 0.5,
@@ -277,7 +291,7 @@ async fn the_same_seed_gets_the_same_tokens_at_any_load() {
     let (app, engine) = service(ServerConfig::default(), 64);
     let body = |seed: u64| {
         let text = "x".repeat(usize::try_from(seed).unwrap() * 9);
-        chat(json!({
+        chat(&json!({
             "seed": seed, "messages": [{"role": "user", "content": text}], "logprobs": true,
             "top_logprobs": 3, "frequency_penalty": 0.3, "repetition_penalty": 1.1,
         }))
@@ -337,7 +351,7 @@ async fn tool_calls_are_told_whole_and_in_pieces() {
         {"role": "assistant", "content": null, "tool_calls": [told]},
         {"role": "tool", "tool_call_id": "call-1", "content": "<|im_end|>"},
     ]);
-    let body = chat(json!({"messages": messages, "tools": tools, "return_token_ids": true}));
+    let body = chat(&json!({"messages": messages, "tools": tools, "return_token_ids": true}));
     let answer = ask(&app, CHAT, &body).await.json();
     let ids: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
     let text = model().tokenizer.decode(&ids).unwrap();
@@ -408,6 +422,10 @@ async fn what_cannot_be_is_refused_with_the_field() {
         (json!({"presence_penalty": 3}), "presence_penalty"),
         (json!({"logit_bias": {"x": 1}}), "logit_bias"),
         (json!({"logit_bias": {"1": 101}}), "logit_bias"),
+        (
+            json!({"logit_bias": {"260": 1}, "stream": true}),
+            "logit_bias",
+        ),
         (json!({"stop": [""]}), "stop"),
         (
             json!({"top_logprobs": 21, "logprobs": true}),
@@ -434,13 +452,13 @@ async fn what_cannot_be_is_refused_with_the_field() {
             "chat_template_kwargs",
         ),
     ] {
-        let error = ask(&app, CHAT, &chat(fields.clone())).await.error(400);
+        let error = ask(&app, CHAT, &chat(&fields)).await.error(400);
         assert_eq!(error["type"], "invalid_request_error");
         assert_eq!(error["param"], param, "{fields}: {error}");
     }
     // Both numbers of a limit.
     let long = json!([{"role": "user", "content": "x".repeat(600)}]);
-    let error = ask(&app, CHAT, &chat(json!({"messages": long})))
+    let error = ask(&app, CHAT, &chat(&json!({"messages": long})))
         .await
         .error(400);
     assert_eq!(error["code"], "context_length_exceeded");
@@ -449,12 +467,12 @@ async fn what_cannot_be_is_refused_with_the_field() {
         message.contains("512") && message.contains("619"),
         "{message}"
     );
-    let error = ask(&app, CHAT, &chat(json!({"max_completion_tokens": 512})))
+    let error = ask(&app, CHAT, &chat(&json!({"max_completion_tokens": 512})))
         .await
         .error(400);
     assert_eq!(error["code"], "context_length_exceeded");
 
-    let error = ask(&app, CHAT, &chat(json!({"model": "gpt-4"})))
+    let error = ask(&app, CHAT, &chat(&json!({"model": "gpt-4"})))
         .await
         .error(404);
     assert_eq!(error["code"], "model_not_found");
@@ -475,7 +493,7 @@ async fn requests_are_bounded_before_they_are_read() {
     };
     let (app, _) = service(config, 64);
     let messages = json!([{"role": "user", "content": "x".repeat(2000)}]);
-    let error = ask(&app, CHAT, &chat(json!({"messages": messages})))
+    let error = ask(&app, CHAT, &chat(&json!({"messages": messages})))
         .await
         .error(413);
     assert!(
@@ -512,7 +530,7 @@ async fn a_key_is_asked_for_where_one_is_set() {
     let models = with(Some("Bearer secret")).await.json();
     assert_eq!(models["data"][0]["id"], "toy");
     assert_eq!(models["data"][0]["max_model_len"], 512);
-    assert_eq!(ask(&app, CHAT, &chat(json!({}))).await.status, 401);
+    assert_eq!(ask(&app, CHAT, &chat(&json!({}))).await.status, 401);
     assert_eq!(fetch(&app, "/health").await.status, 200);
 }
 
@@ -520,35 +538,39 @@ async fn a_key_is_asked_for_where_one_is_set() {
 async fn too_much_at_a_time_is_told_to_come_back() {
     let (app, engine) = service(ServerConfig::default(), 2);
     let endless = json!({"ignore_eos": true, "max_completion_tokens": 400, "stream": true, "n": 2});
-    let request = axum::http::Request::post(CHAT).body(Body::from(chat(endless).to_string()));
+    let request = axum::http::Request::post(CHAT).body(Body::from(chat(&endless).to_string()));
     let under_way = app.clone().oneshot(request.unwrap()).await.unwrap();
-    let refused = ask(&app, CHAT, &chat(json!({}))).await;
+    let until_running = async |count: usize| {
+        for _ in 0..2000 {
+            if engine.status().running == count {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("{:?} and not {count} running", engine.status());
+    };
+    until_running(2).await;
+    let refused = ask(&app, CHAT, &chat(&json!({}))).await;
     let error = refused.error(429);
     assert_eq!(error["code"], "rate_limit_exceeded");
     assert_eq!(refused.headers[header::RETRY_AFTER], "1");
 
     // The client goes away: its place is free long before 400 tokens are made.
     drop(under_way);
-    for _ in 0..1000 {
-        if engine.status().running == 0 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    assert_eq!(engine.status().running, 0);
+    until_running(0).await;
     assert!(engine.status().stats.generated_tokens < 800);
     assert_eq!(engine.status().cached_tokens, 0);
-    assert_eq!(ask(&app, CHAT, &chat(json!({}))).await.status, 200);
+    assert_eq!(ask(&app, CHAT, &chat(&json!({}))).await.status, 200);
 }
 
 #[tokio::test]
 async fn metrics_count_what_was_done() {
     let app = toy();
-    ask(&app, CHAT, &chat(json!({}))).await.json();
-    ask(&app, CHAT, &chat(json!({"stream": true})))
+    ask(&app, CHAT, &chat(&json!({}))).await.json();
+    ask(&app, CHAT, &chat(&json!({"stream": true})))
         .await
         .chunks();
-    ask(&app, CHAT, &chat(json!({"n": 0}))).await.error(400);
+    ask(&app, CHAT, &chat(&json!({"n": 0}))).await.error(400);
     let text = fetch(&app, "/metrics").await.text;
     for line in [
         "http_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"} 2",
@@ -566,15 +588,26 @@ async fn metrics_count_what_was_done() {
 }
 
 #[tokio::test]
-async fn an_engine_that_has_stopped_is_unhealthy() {
-    let mut broken = engine(EngineConfig::default());
-    broken.set_tokenizer(model().tokenizer);
-    let (handle, thread) = EngineHandle::start(broken, 4).unwrap();
-    let app = router(handle.clone(), model(), ServerConfig::default());
+async fn a_fault_of_the_model_is_an_error_and_frees_what_it_held() {
+    let engine = Engine::new(broken_decoder(), EngineConfig::default()).unwrap();
+    let (broken, thread) = EngineHandle::start(engine, 4).unwrap();
+    let app = router(broken.clone(), model(), ServerConfig::default());
+    for _ in 0..2 {
+        let error = ask(&app, CHAT, &chat(&json!({"n": 4}))).await.error(500);
+        assert_eq!(error["type"], "server_error");
+        assert!(
+            error["message"].as_str().unwrap().contains("not finite"),
+            "{error}"
+        );
+    }
+    let answer = ask(&app, CHAT, &chat(&json!({"stream": true}))).await;
+    assert_eq!(answer.status, 200, "it had begun");
+    assert!(answer.text.contains("server_error"), "{}", answer.text);
+    assert!(!answer.text.contains("[DONE]"), "{}", answer.text);
+    assert_eq!(broken.status().running, 0);
     assert_eq!(fetch(&app, "/health").await.json()["status"], "ok");
-    let status = handle.status();
-    assert!(!status.is_stopped);
-    drop((app, handle));
+    drop((app, broken));
+    // Nobody can ask any more, so the thread ends.
     tokio::task::spawn_blocking(move || thread.join().unwrap())
         .await
         .unwrap();
@@ -592,7 +625,7 @@ async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
         let _ = stopped.await;
     };
     let server = tokio::spawn(serve(listener, app, shutdown, Duration::from_secs(60)));
-    let body = chat(json!({"ignore_eos": true, "stream": true, "max_completion_tokens": 200}));
+    let body = chat(&json!({"ignore_eos": true, "stream": true, "max_completion_tokens": 200}));
     let body = body.to_string();
     let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
     let request = format!(
@@ -608,5 +641,9 @@ async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(answer.contains("data: [DONE]"), "{answer}");
     server.await.unwrap().unwrap();
-    assert!(tokio::net::TcpStream::connect(address).await.is_err());
+    let again = tokio::net::TcpStream::connect(address).await;
+    assert_eq!(
+        again.unwrap_err().kind(),
+        std::io::ErrorKind::ConnectionRefused
+    );
 }

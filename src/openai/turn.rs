@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::chat::{ToolCall, ToolCallFormat, ToolSpec, parse_turn_as};
+use crate::chat::{ToolCall, ToolCallFormat, ToolSpec, parse_calls};
 use crate::engine::{GeneratedToken, Tokenizer};
 
 const THINK: &str = "<think>";
@@ -41,7 +41,7 @@ impl TurnReader {
         if self.tools.is_empty() {
             return whole(reasoning);
         }
-        let parsed = parse_turn_as(content, self.format, &self.tools);
+        let parsed = parse_calls(content, self.format, &self.tools);
         let calls: Result<Vec<ToolCall>, _> = parsed.tool_calls.into_iter().collect();
         match calls {
             Ok(tool_calls) if !tool_calls.is_empty() => ReadTurn {
@@ -175,6 +175,16 @@ mod tests {
         let turn = reader(false, true).read("a <tool_call>{oops}</tool_call>");
         assert_eq!(turn.content, "a <tool_call>{oops}</tool_call>");
         assert!(turn.tool_calls.is_empty());
+    }
+
+    #[test]
+    fn a_closing_mark_without_an_opening_one_is_content() {
+        let turn = reader(false, true).read(&format!("a</think>b {CALL}"));
+        assert_eq!(
+            (turn.reasoning, turn.content.as_str()),
+            (None, "a</think>b")
+        );
+        assert_eq!(turn.tool_calls.len(), 1);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::summary::{Difference, Measured, Summary};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
 use crate::config::{LossType, RunConfig, ScaleRewards};
-use crate::engine::{Engine, EngineConfig};
+use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::rollout::{CollectionSeed, Collector, CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
     AdamW, AdamWConfig, AdvantageConfig, Aggregation, GrpoConfig, GrpoTrainer, LossConfig,
@@ -310,6 +310,7 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
     let engine = EngineConfig {
         max_cache_tokens: config.rollout.max_cache_tokens,
         max_context: config.rollout.max_total_tokens,
+        prefix_caching: PrefixCaching::Prompts,
         ..EngineConfig::default()
     };
     Ok(Engine::new(Arc::clone(&policy.decoder), engine)?)

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{MAX_TOOL_CALLS, ParsedTurn, ToolCallError, check_call, split_reasoning};
+use super::{MAX_TOOL_CALLS, ParsedTurn, ToolCallError, check_call};
 use crate::chat::ToolCall;
 
 pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
@@ -10,23 +10,19 @@ pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 /// Tokens that end a turn, in case the text holds them.
 const ENDS: [&str; 2] = ["<|eom_id|>", "<|eot_id|>"];
 
-/// Reads one assistant turn.
+/// Reads one assistant turn behind its reasoning.
 ///
 /// Without `<|python_tag|>` a turn is calls or it is content: it is calls if it begins with an
 /// object that has a `name` and `parameters`, or that was to have them and is damaged.
 pub(super) fn parse(text: &str) -> ParsedTurn {
-    let (reasoning, rest) = split_reasoning(text, PYTHON_TAG);
-    let mut turn = ParsedTurn {
-        reasoning,
-        ..ParsedTurn::default()
-    };
-    if let Some((content, calls)) = rest.split_once(PYTHON_TAG) {
+    let mut turn = ParsedTurn::default();
+    if let Some((content, calls)) = text.split_once(PYTHON_TAG) {
         content.trim().clone_into(&mut turn.content);
         turn.tool_calls = parse_calls(calls);
-    } else if is_call(rest) {
-        turn.tool_calls = parse_calls(rest);
+    } else if is_call(text) {
+        turn.tool_calls = parse_calls(text);
     } else {
-        rest.clone_into(&mut turn.content);
+        text.clone_into(&mut turn.content);
     }
     turn
 }

@@ -63,15 +63,22 @@ impl ToolCallFormat {
         }
     }
 
+    /// Returns what begins a call among other text.
+    fn opening_mark(self) -> &'static str {
+        match self {
+            Self::Hermes | Self::QwenXml => tagged::TOOL_CALL,
+            Self::Llama3 => llama::PYTHON_TAG,
+        }
+    }
+
     /// Returns the byte at which the first call of `text` may begin, or its text up to there ends:
     /// what comes before is content, whatever follows.
     #[must_use]
     pub fn content_end(self, text: &str) -> usize {
-        match self {
-            Self::Hermes | Self::QwenXml => mark_start(text, tagged::TOOL_CALL),
-            Self::Llama3 if text.trim_start().starts_with('{') => 0,
-            Self::Llama3 => mark_start(text, llama::PYTHON_TAG),
+        if self == Self::Llama3 && text.trim_start().starts_with('{') {
+            return 0;
         }
+        mark_start(text, self.opening_mark())
     }
 }
 
@@ -207,6 +214,16 @@ pub fn parse_turn(text: &str) -> ParsedTurn {
 ///
 /// Arguments that are written without their types get those that `tools` says.
 pub fn parse_turn_as(text: &str, format: ToolCallFormat, tools: &[ToolSpec]) -> ParsedTurn {
+    let (reasoning, rest) = split_reasoning(text, format.opening_mark());
+    ParsedTurn {
+        reasoning,
+        ..parse_calls(rest, format, tools)
+    }
+}
+
+/// Reads content and calls as [`parse_turn_as`] does, from text without reasoning: a `</think>` in
+/// it is content.
+pub fn parse_calls(text: &str, format: ToolCallFormat, tools: &[ToolSpec]) -> ParsedTurn {
     match format {
         ToolCallFormat::Hermes | ToolCallFormat::QwenXml => tagged::parse(text, format, tools),
         ToolCallFormat::Llama3 => llama::parse(text),

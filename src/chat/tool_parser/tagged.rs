@@ -2,10 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{
-    MAX_TOOL_CALLS, ParsedTurn, ToolCallError, ToolCallFormat, check_call, push_content,
-    split_reasoning,
-};
+use super::{MAX_TOOL_CALLS, ParsedTurn, ToolCallError, ToolCallFormat, check_call, push_content};
 use crate::chat::{ToolCall, ToolSpec};
 
 pub(super) const TOOL_CALL: &str = "<tool_call>";
@@ -20,13 +17,10 @@ const TRUNCATED: ToolCallError = ToolCallError::Truncated { end: TOOL_CALL_END }
 /// A call that was read or refused, and the text behind it.
 type Read<'a> = (Result<ToolCall, ToolCallError>, &'a str);
 
-/// Reads one assistant turn.
+/// Reads one assistant turn behind its reasoning.
 pub(super) fn parse(text: &str, format: ToolCallFormat, tools: &[ToolSpec]) -> ParsedTurn {
-    let (reasoning, mut rest) = split_reasoning(text, TOOL_CALL);
-    let mut turn = ParsedTurn {
-        reasoning,
-        ..ParsedTurn::default()
-    };
+    let mut turn = ParsedTurn::default();
+    let mut rest = text;
     if !rest.contains(TOOL_CALL) {
         rest.clone_into(&mut turn.content);
         return turn;

@@ -1,5 +1,7 @@
 //! What is read, what is refused, and that nothing breaks the parser.
 
+use std::slice;
+
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -253,8 +255,8 @@ fn either_content_of_the_tags_is_understood() {
     let elements = "<tool_call><function=f><parameter=code>1</parameter></function></tool_call>";
     let object = "<tool_call>{\"name\": \"f\", \"arguments\": {\"code\": \"1\"}}</tool_call>";
     for text in [elements, object] {
-        assert_eq!(parse_turn(text).tool_calls, [call.clone()]);
-        assert_eq!(xml(text).tool_calls, [call.clone()]);
+        assert_eq!(parse_turn(text).tool_calls, slice::from_ref(&call));
+        assert_eq!(xml(text).tool_calls, slice::from_ref(&call));
     }
 }
 
@@ -264,10 +266,10 @@ fn objects_of_llama_are_read_with_and_without_a_tag() {
     let two = r#"{"type": "function", "name": "g", "parameters": {}}"#;
     let f = Ok(ToolCall::new("f", json!({"x": 1})));
     let g = Ok(ToolCall::new("g", json!({})));
-    assert_eq!(llama(one).tool_calls, [f.clone()]);
+    assert_eq!(llama(one).tool_calls, slice::from_ref(&f));
     assert_eq!(
         llama(&format!("  {one}; {two}<|eom_id|>")).tool_calls,
-        [f.clone(), g.clone()]
+        [f.clone(), g]
     );
     let turn = llama(&format!("I look.<|python_tag|>{one}<|eot_id|>"));
     assert_eq!(

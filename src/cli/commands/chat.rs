@@ -79,7 +79,7 @@ pub(in crate::cli) fn run(args: &ChatArgs, printer: &Printer) -> Outcome {
         .map_err(Failure::usage)?;
     let params = SamplingParams {
         temperature: args.temperature,
-        max_new_tokens: args.max_tokens.unwrap_or(engine.max_context()),
+        max_new_tokens: args.max_tokens.unwrap_or_else(|| engine.max_context()),
         stop_token_ids: policy.stop_token_ids.clone(),
         thinking,
         ..SamplingParams::default()

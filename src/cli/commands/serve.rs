@@ -15,7 +15,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::engine::{Engine, EngineConfig, EngineHandle, available_memory};
+use crate::engine::{Engine, EngineConfig, EngineHandle, PrefixCaching, available_memory};
 use crate::openai::{self, ServedModel, ServerConfig};
 use crate::run::{Policy, RunError};
 
@@ -54,7 +54,7 @@ pub(in crate::cli) struct ServeArgs {
     /// Largest request
     #[arg(long, value_name = "SIZE", default_value = "8MiB")]
     max_request_bytes: ByteSize,
-    /// How the model writes tool calls: hermes, qwen_xml or llama3 [default: by its chat template]
+    /// How the model writes tool calls: `hermes`, `qwen_xml` or `llama3` [default: by its chat template]
     #[arg(long, value_name = "FORMAT")]
     tool_call_format: Option<ToolCallFormat>,
     /// Time that requests under way get when the server is asked to stop
@@ -147,7 +147,10 @@ fn new_engine(args: &ServeArgs, policy: &Policy) -> Result<Engine, RunError> {
         max_cache_bytes: args.cache_memory.map(|size| size.0).or_else(share),
         max_context: args.max_model_len,
         max_running: args.max_running,
-        prefix_caching: !args.no_prefix_caching,
+        prefix_caching: match args.no_prefix_caching {
+            true => PrefixCaching::Off,
+            false => PrefixCaching::All,
+        },
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(std::sync::Arc::clone(&policy.decoder), config)?;

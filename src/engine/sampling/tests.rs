@@ -201,7 +201,7 @@ fn biases_and_penalties_make_one_distribution_and_leave_the_other() {
     };
     let sampled = sample_after(&LOGITS, &params, history, 0).unwrap();
     let kept = [-0.696_419_1, -1.369_496_1, -1.484_880_7, -3.869_496_3];
-    let whole = [-0.330_818_8, -1.580_818_8, -2.830_818_8, -4.080_818_7];
+    let whole = [-0.330_818_8, -1.580_818_8, -2.830_818_7, -4.080_818_7];
     let order: Vec<u32> = sampled.top.iter().map(|top| top.token).collect();
     assert_eq!(order, [0, 1, 2, 3]);
     for (top, (kept, whole)) in sampled.top.iter().zip(kept.into_iter().zip(whole)) {

@@ -49,7 +49,7 @@ fn run_all(config: EngineConfig, prompts: &[Vec<u32>]) -> (Vec<Finished>, Engine
 fn prefixes_that_are_used_again_change_no_bit() {
     let prompts = mixed_prompts(100);
     let off = EngineConfig {
-        prefix_caching: false,
+        prefix_caching: PrefixCaching::Off,
         ..EngineConfig::default()
     };
     let (expected, engine) = run_all(off, &prompts);
@@ -105,6 +105,32 @@ fn a_conversation_that_is_sent_again_is_computed_once() {
     assert_eq!(found.prefix_hit_tokens, cached);
     let computed = engine.stats().prefill_tokens - before.prefill_tokens;
     assert_eq!(computed, (second.len() - cached) as u64);
+}
+
+#[test]
+fn answers_are_kept_only_where_that_is_asked_for() {
+    for (prefix_caching, hits) in [
+        (PrefixCaching::Off, 0),
+        (PrefixCaching::Prompts, 2 * KEYS_PER_BLOCK),
+        (PrefixCaching::All, 3 * KEYS_PER_BLOCK),
+    ] {
+        let mut engine = engine(EngineConfig {
+            prefix_caching,
+            ..EngineConfig::default()
+        });
+        let endless = |max_new_tokens| SamplingParams {
+            max_new_tokens,
+            ..SamplingParams::default()
+        };
+        let first = prompt(9);
+        let id = engine.add(first.clone(), endless(50), seed(1)).unwrap();
+        let turn = drain_releasing(&mut engine).remove(&id).unwrap();
+        let second = [first, turn.tokens].concat();
+        let id = engine.add(second.clone(), endless(5), seed(2)).unwrap();
+        let found = drain_releasing(&mut engine).remove(&id).unwrap();
+        assert_same(&found, &alone(second, endless(5), seed(2)));
+        assert_eq!(found.prefix_hit_tokens, hits, "{prefix_caching:?}");
+    }
 }
 
 #[test]
