@@ -613,9 +613,53 @@ async fn a_fault_of_the_model_is_an_error_and_frees_what_it_held() {
         .unwrap();
 }
 
+/// Sends a chat request over a socket of its own.
+async fn post(address: std::net::SocketAddr, body: &Value) -> tokio::net::TcpStream {
+    use tokio::io::AsyncWriteExt as _;
+
+    let body = body.to_string();
+    let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+    let request = format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    client.write_all(request.as_bytes()).await.unwrap();
+    client
+}
+
+#[tokio::test]
+async fn a_client_that_hangs_up_frees_what_it_held() {
+    let (app, engine) = service(ServerConfig::default(), 64);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tokio::spawn(serve(listener, app, std::future::pending(), Duration::ZERO));
+    for is_streamed in [false, true] {
+        let body = chat(&json!({
+            "ignore_eos": true, "max_completion_tokens": 400, "n": 16, "stream": is_streamed,
+        }));
+        let client = post(address, &body).await;
+        let until = async |count: usize| {
+            for _ in 0..4000 {
+                if engine.status().running == count {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            panic!("{:?} and not {count} running", engine.status());
+        };
+        until(16).await;
+        drop(client);
+        until(0).await;
+    }
+    let made = engine.status().stats.generated_tokens;
+    assert!(made < 16 * 400, "one of the two was made to its end");
+    server.abort();
+}
+
 #[tokio::test]
 async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::io::AsyncReadExt as _;
 
     let (app, _) = service(ServerConfig::default(), 64);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -626,13 +670,7 @@ async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
     };
     let server = tokio::spawn(serve(listener, app, shutdown, Duration::from_secs(60)));
     let body = chat(&json!({"ignore_eos": true, "stream": true, "max_completion_tokens": 200}));
-    let body = body.to_string();
-    let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
-    let request = format!(
-        "POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-        body.len()
-    );
-    client.write_all(request.as_bytes()).await.unwrap();
+    let mut client = post(address, &body).await;
     let mut answer = vec![0; 64];
     client.read_exact(&mut answer).await.unwrap();
     stop.send(()).unwrap();
