@@ -37,6 +37,8 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use error::EngineError;
+#[cfg(any(fuzzing, test))]
+pub use gguf::fuzz_gguf;
 pub use kv_cache::{KvCache, RowId};
 pub use loader::LoadedModel;
 pub use sampling::{SamplingParams, SequenceSeed, TokenLogprob};

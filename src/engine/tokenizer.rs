@@ -321,6 +321,11 @@ impl Tokenizer {
         self.inner.full.get_vocab_size(true)
     }
 
+    /// Returns the largest id of a token; `None` if there is no token.
+    pub fn largest_id(&self) -> Option<u32> {
+        self.inner.full.get_vocab(true).into_values().max()
+    }
+
     /// Returns the special tokens by their names in `tokenizer_config.json` (`eos_token`), as chat
     /// templates use them.
     pub fn special_tokens(&self) -> &BTreeMap<String, String> {
@@ -463,6 +468,11 @@ pub(super) enum PreTokenizer {
     Gpt2,
     /// GPT-2's pattern with every digit alone.
     SmolLm,
+    /// Qwen2's and Qwen3's pattern: every digit alone, contractions in capitals as well. Text is brought
+    /// into composed form first.
+    Qwen2,
+    /// Llama 3's pattern: digits in groups of three. A word that is a token needs no merges.
+    Llama3,
     /// No cuts: there are no merges.
     Bytes,
 }
@@ -482,6 +492,14 @@ pub(super) struct BpeDescription {
 impl BpeDescription {
     /// Returns the content of a `tokenizer.json`.
     fn to_json(&self) -> Value {
+        // The two models' patterns differ in the digits that make a word. From their `tokenizer.json`.
+        let split = |digits: &str| {
+            let pattern = format!(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            );
+            json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+                   "invert": false})
+        };
         let byte_level = |use_regex: bool| {
             json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
                    "use_regex": use_regex})
@@ -490,7 +508,15 @@ impl BpeDescription {
             PreTokenizer::Gpt2 => byte_level(true),
             PreTokenizer::SmolLm => json!({"type": "Sequence", "pretokenizers": [
                 {"type": "Digits", "individual_digits": true}, byte_level(true)]}),
+            PreTokenizer::Qwen2 => json!({"type": "Sequence", "pretokenizers": [
+                split(r"\p{N}"), byte_level(false)]}),
+            PreTokenizer::Llama3 => json!({"type": "Sequence", "pretokenizers": [
+                split(r"\p{N}{1,3}"), byte_level(false)]}),
             PreTokenizer::Bytes => byte_level(false),
+        };
+        let normalizer = match self.pre_tokenizer {
+            PreTokenizer::Qwen2 => json!({"type": "NFC"}),
+            _ => Value::Null,
         };
         let added = |ids: &[u32], special: bool| -> Vec<Value> {
             let known = ids
@@ -513,13 +539,13 @@ impl BpeDescription {
             .collect();
         json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": added_tokens,
-            "normalizer": null, "pre_tokenizer": pre_tokenizer, "post_processor": null,
+            "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": null,
             "decoder": byte_level(true),
             "model": {
                 "type": "BPE", "dropout": null, "unk_token": null,
                 "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-                "byte_fallback": false, "ignore_merges": false, "vocab": vocab,
-                "merges": self.merges,
+                "byte_fallback": false, "vocab": vocab, "merges": self.merges,
+                "ignore_merges": self.pre_tokenizer == PreTokenizer::Llama3,
             }
         })
     }

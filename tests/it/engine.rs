@@ -230,8 +230,9 @@ fn a_saved_folder_loads_again() {
     assert!(matches!(
         error,
         EngineError::VocabularyMismatch {
-            tokenizer: 258,
-            model: 200
+            tokenizer: 257,
+            model: 200,
+            ..
         }
     ));
     fs_err::write(&config_file, text.replace("\"qwen3\"", "\"mamba\"")).unwrap();

@@ -110,15 +110,15 @@ impl<'a> Pass<'a> {
         let device = decoder.device();
         let half = config.head_dim / 2;
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        let scaling = &config.rope_scaling;
+        let frequencies = scaling.frequencies(config.head_dim, config.rope_theta);
+        let scale = scaling.attention_factor();
         for &position in batch.positions() {
-            for i in 0..half {
-                let exponent = -2.0 * i as f64 / config.head_dim as f64;
-                #[expect(clippy::cast_possible_truncation, reason = "as transformers rounds")]
-                let frequency = config.rope_theta.powf(exponent) as f32;
+            for frequency in &frequencies {
                 #[expect(clippy::cast_precision_loss, reason = "as transformers rounds")]
                 let angle = f64::from(position as f32 * frequency);
-                cos.push(angle.cos());
-                sin.push(angle.sin());
+                cos.push(scale * angle.cos());
+                sin.push(scale * angle.sin());
             }
         }
         let shape = (batch.len(), 1, half);
@@ -179,6 +179,10 @@ impl<'a> Pass<'a> {
             x.apply_op1(FrozenLinear {
                 weight: weight.clone(),
             })?
+        };
+        let y = match &linear.bias {
+            Some(bias) => y.broadcast_add(bias.tensor())?,
+            None => y,
         };
         let Some(lora) = linear
             .lora

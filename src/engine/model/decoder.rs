@@ -8,12 +8,14 @@ use candle_core::{DType, Device, Tensor, Var};
 use fs_err as fs;
 
 use super::composed::{self, ComposedTape};
+use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
 use super::linear::{Linear, Parameter, ParameterBuilder};
 use super::lora::{LoraAdapter, LoraConfig};
 use super::ops::{HeadShape, Values};
-use super::weights::{Weights, io_error, tensor_shapes, write_safetensors};
+use super::safetensors_file::write_safetensors;
+use super::weights::Weights;
 use super::{ModelConfig, ModelError, PackedBatch};
 use crate::engine::kv_cache::{KvCache, RowId};
 
@@ -74,6 +76,7 @@ impl Layer {
         parameters.extend(&self.k_norm);
         for linear in self.linears() {
             parameters.push(&linear.weight);
+            parameters.extend(&linear.bias);
             parameters.extend(linear.lora.iter().flat_map(|lora| [&lora.a, &lora.b]));
         }
         parameters
@@ -205,7 +208,7 @@ impl Decoder {
             Some(builder.take_matrix("lm_head.weight".to_owned(), vocab, hidden)?)
         };
         let variables = builder.finish()?;
-        let rope = is_fused.then(|| FusedRope::new(dtype, config.head_dim, config.rope_theta));
+        let rope = is_fused.then(|| FusedRope::new(dtype, &config));
         Ok(Self {
             config,
             device: device.clone(),
@@ -245,10 +248,7 @@ impl Decoder {
 
     /// Returns the number of weights, adapters not counted.
     pub fn parameter_count(&self) -> usize {
-        tensor_shapes(&self.config)
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>())
-            .sum()
+        (self.config.parameter_count()).expect("the configuration was validated")
     }
 
     /// Returns a number that grows with every update of the weights.
@@ -698,7 +698,6 @@ fn take_layer(
     let queries = config.num_attention_heads * config.head_dim;
     let keys = config.num_key_value_heads * config.head_dim;
     let inner = config.intermediate_size;
-    let path = |name: &str| format!("model.layers.{index}.{name}");
     let weight = |name: &str| format!("model.layers.{index}.{name}.weight");
     let head_norm = |builder: &mut ParameterBuilder<'_>, name: &str| {
         config
@@ -706,17 +705,22 @@ fn take_layer(
             .then(|| builder.take(weight(name), config.head_dim))
             .transpose()
     };
+    let linear =
+        |builder: &mut ParameterBuilder<'_>, block: &str, module: &str, outputs, inputs| {
+            let path = format!("model.layers.{index}.{block}.{module}");
+            builder.take_linear(&path, outputs, inputs, config.has_bias(module))
+        };
     Ok(Layer {
         input_norm: builder.take(weight("input_layernorm"), hidden)?,
-        q_proj: builder.take_linear(&path("self_attn.q_proj"), queries, hidden)?,
-        k_proj: builder.take_linear(&path("self_attn.k_proj"), keys, hidden)?,
-        v_proj: builder.take_linear(&path("self_attn.v_proj"), keys, hidden)?,
+        q_proj: linear(builder, "self_attn", "q_proj", queries, hidden)?,
+        k_proj: linear(builder, "self_attn", "k_proj", keys, hidden)?,
+        v_proj: linear(builder, "self_attn", "v_proj", keys, hidden)?,
         q_norm: head_norm(builder, "self_attn.q_norm")?,
         k_norm: head_norm(builder, "self_attn.k_norm")?,
-        o_proj: builder.take_linear(&path("self_attn.o_proj"), hidden, queries)?,
+        o_proj: linear(builder, "self_attn", "o_proj", hidden, queries)?,
         post_norm: builder.take(weight("post_attention_layernorm"), hidden)?,
-        gate_proj: builder.take_linear(&path("mlp.gate_proj"), inner, hidden)?,
-        up_proj: builder.take_linear(&path("mlp.up_proj"), inner, hidden)?,
-        down_proj: builder.take_linear(&path("mlp.down_proj"), hidden, inner)?,
+        gate_proj: linear(builder, "mlp", "gate_proj", inner, hidden)?,
+        up_proj: linear(builder, "mlp", "up_proj", inner, hidden)?,
+        down_proj: linear(builder, "mlp", "down_proj", hidden, inner)?,
     })
 }

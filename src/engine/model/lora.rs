@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::ModelError;
-use super::weights::{io_error, read_safetensors, write_safetensors};
+use super::files::io_error;
+use super::safetensors_file::{read_safetensors, write_safetensors};
 
 /// The linear layers of a decoder layer, in the order of their use.
 pub const LINEAR_MODULES: [&str; 7] = [

@@ -1,16 +1,17 @@
-//! Weight files: reading, writing, random initialisation.
+//! A checkpoint's weights: what they are called, reading them, random initialisation.
 
-use std::collections::{BTreeSet, HashMap};
-use std::io;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use fs_err as fs;
 use rand::RngExt as _;
 use rand::SeedableRng as _;
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
 
+use super::files::{MAX_INDEX_BYTES, read_json};
+use super::linear::is_redundant;
+use super::safetensors_file::TensorFile;
 use super::{ModelConfig, ModelError};
 
 /// Standard deviation of fresh weights: transformers' `initializer_range`.
@@ -19,121 +20,127 @@ const INITIALIZER_RANGE: f64 = 0.02;
 /// Named tensors of one checkpoint, by their Hugging Face names.
 pub type Weights = HashMap<String, Tensor>;
 
-pub(super) fn io_error(path: &Path, source: io::Error) -> ModelError {
-    ModelError::Io {
-        path: path.to_owned(),
-        source,
-    }
-}
-
 /// `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct ShardIndex {
-    weight_map: HashMap<String, String>,
+    weight_map: BTreeMap<String, String>,
 }
 
-/// Reads the weights of a model folder, one file or many.
+/// Reads the weights of a model folder, one file or many, converted to `dtype`.
 ///
-/// Floating-point tensors are converted to `dtype`.
+/// All headers are compared with `config` before the first weight is read.
 ///
 /// # Errors
 ///
-/// Fails if there is no weight file, or if one is missing or damaged: the message names it.
-pub fn load_weights(folder: &Path, dtype: DType, device: &Device) -> Result<Weights, ModelError> {
-    let index = folder.join("model.safetensors.index.json");
-    if index.exists() {
-        let text = fs::read_to_string(&index).map_err(|source| io_error(&index, source))?;
-        let parsed: ShardIndex =
-            serde_json::from_str(&text).map_err(|source| ModelError::Json {
-                path: index.clone(),
-                source,
-            })?;
-        let shards: BTreeSet<String> = parsed.weight_map.into_values().collect();
-        let mut weights = HashMap::new();
-        for shard in shards {
-            // A name with separators could reach outside the folder.
-            if Path::new(&shard)
-                .file_name()
-                .is_none_or(|name| name != shard.as_str())
-            {
-                return Err(ModelError::ShardName { path: index, shard });
-            }
-            weights.extend(read_safetensors(&folder.join(shard), dtype, device)?);
-        }
-        return Ok(weights);
-    }
-    let single = folder.join("model.safetensors");
-    if !single.exists() {
-        return Err(ModelError::NoWeights {
-            path: folder.to_owned(),
-        });
-    }
-    Ok(read_safetensors(&single, dtype, device)?
-        .into_iter()
-        .collect())
-}
-
-/// Reads one safetensors file.
-pub(crate) fn read_safetensors(
-    path: &Path,
+/// Fails if there is no weight file, if one is missing or damaged, if an index does not agree with its
+/// shards, if a tensor is missing, left over or of another shape than `config` says, or if a weight
+/// is not finite: the message names file and tensor.
+pub fn load_weights(
+    folder: &Path,
+    config: &ModelConfig,
     dtype: DType,
     device: &Device,
-) -> Result<Vec<(String, Tensor)>, ModelError> {
-    let bytes = fs::read(path).map_err(|source| io_error(path, source))?;
-    let damaged = |source| ModelError::Safetensors {
-        path: path.to_owned(),
-        source,
-    };
-    let mut tensors: Vec<(String, Tensor)> = candle_core::safetensors::load_buffer(&bytes, device)
-        .map_err(damaged)?
-        .into_iter()
-        .map(|(name, tensor)| {
-            let tensor = if tensor.dtype().is_float() {
-                tensor.to_dtype(dtype)?
-            } else {
-                tensor
+) -> Result<Weights, ModelError> {
+    let mut files = open_files(folder)?;
+    let mut expected: BTreeMap<String, Vec<usize>> = tensor_shapes(config).into_iter().collect();
+    let mut wanted: Vec<(usize, String)> = Vec::new();
+    for (index, file) in files.iter().enumerate() {
+        for (name, found) in file.shapes() {
+            let Some(expected) = expected.remove(name) else {
+                if is_redundant(name) {
+                    continue;
+                }
+                let name = name.to_owned();
+                return Err(ModelError::UnexpectedTensor { name }.in_file(file.path()));
             };
-            Ok((name, tensor))
-        })
-        .collect::<candle_core::Result<_>>()
-        .map_err(damaged)?;
-    tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    Ok(tensors)
-}
-
-/// Writes one safetensors file with the metadata that transformers and PEFT ask for.
-pub(crate) fn write_safetensors(
-    path: &Path,
-    tensors: &[(String, Tensor)],
-) -> Result<(), ModelError> {
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let tensors = tensors
-        .iter()
-        .map(|(name, tensor)| Ok((name.as_str(), tensor.contiguous()?)))
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    // The crate writes a private temporary file and renames it; a model is no secret, so it gets
-    // the permissions of any other new file.
-    let permissions = fs::File::create(path)
-        .and_then(|file| file.metadata())
-        .map_err(|source| io_error(path, source))?
-        .permissions();
-    safetensors::serialize_to_file(tensors, Some(metadata), path).map_err(|source| {
-        ModelError::WriteSafetensors {
-            path: path.to_owned(),
-            source,
+            if found != expected {
+                return Err(ModelError::TensorShape {
+                    name: name.to_owned(),
+                    expected,
+                    found: found.to_vec(),
+                }
+                .in_file(file.path()));
+            }
+            file.check_type(name)?;
+            wanted.push((index, name.to_owned()));
         }
-    })?;
-    fs::set_permissions(path, permissions).map_err(|source| io_error(path, source))
+    }
+    if let Some((name, _)) = expected.pop_first() {
+        return Err(ModelError::MissingTensor { name }.in_file(folder));
+    }
+    let mut weights = HashMap::with_capacity(wanted.len());
+    for (index, name) in wanted {
+        let tensor = files[index].read(&name, dtype, device)?;
+        weights.insert(name, tensor);
+    }
+    Ok(weights)
 }
 
-/// Returns fresh weights for `config`: normal with deviation 0.02, norms one.
+/// Opens a folder's weight files; where there is an index, it places every tensor where it is.
+fn open_files(folder: &Path) -> Result<Vec<TensorFile>, ModelError> {
+    let index = folder.join("model.safetensors.index.json");
+    if !index.exists() {
+        let single = folder.join("model.safetensors");
+        if !single.exists() {
+            return Err(ModelError::NoWeights {
+                path: folder.to_owned(),
+            });
+        }
+        return Ok(vec![TensorFile::open(&single)?]);
+    }
+    let parsed: ShardIndex = read_json(&index, MAX_INDEX_BYTES)?;
+    let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (name, shard) in parsed.weight_map {
+        shards.entry(shard).or_default().push(name);
+    }
+    let mut files = Vec::with_capacity(shards.len());
+    for (shard, names) in shards {
+        // A name with separators could reach outside the folder.
+        if Path::new(&shard)
+            .file_name()
+            .is_none_or(|name| name != shard.as_str())
+        {
+            return Err(ModelError::ShardName { path: index, shard });
+        }
+        let path = folder.join(&shard);
+        if !path.exists() {
+            return Err(ModelError::MissingShard { path: index, shard });
+        }
+        let file = TensorFile::open(&path)?;
+        let disagree = |name: &str, problem| ModelError::ShardMismatch {
+            path: index.clone(),
+            shard: shard.clone(),
+            name: name.to_owned(),
+            problem,
+        };
+        if let Some(name) = names.iter().find(|name| !file.contains(name)) {
+            return Err(disagree(name, "is not in the shard"));
+        }
+        // Sorted, as they came out of a sorted map.
+        let is_placed = |name: &str| {
+            names
+                .binary_search_by(|known| known.as_str().cmp(name))
+                .is_ok()
+        };
+        if let Some((name, _)) = file.shapes().find(|(name, _)| !is_placed(name)) {
+            return Err(disagree(
+                name,
+                "is in the shard, where the index does not place it",
+            ));
+        }
+        files.push(file);
+    }
+    Ok(files)
+}
+
+/// Returns fresh weights for `config`: normal with deviation 0.02, norms one, biases zero.
 ///
 /// Each tensor has its own stream of the generator, so that its numbers depend on the seed and on
 /// its own place only.
 ///
 /// # Errors
 ///
-/// Fails if the configuration is invalid.
+/// Fails if the configuration is invalid, or if the weights are larger than memory.
 pub fn random_weights(
     config: &ModelConfig,
     seed: u64,
@@ -141,11 +148,14 @@ pub fn random_weights(
     device: &Device,
 ) -> Result<Weights, ModelError> {
     config.validate()?;
+    check_memory(config)?;
     let mut weights = HashMap::new();
     for (stream, (name, shape)) in tensor_shapes(config).into_iter().enumerate() {
         let len: usize = shape.iter().product();
         let values = if name.ends_with("norm.weight") {
             vec![1.0; len]
+        } else if name.ends_with(".bias") {
+            vec![0.0; len]
         } else {
             normal(seed, stream as u64, len, INITIALIZER_RANGE)
         };
@@ -153,6 +163,16 @@ pub fn random_weights(
         weights.insert(name, tensor.to_dtype(dtype)?.to_device(device)?);
     }
     Ok(weights)
+}
+
+/// Asks for the memory of all weights in `f32` and gives it back, so that a configuration from elsewhere
+/// is an error and no abort.
+fn check_memory(config: &ModelConfig) -> Result<(), ModelError> {
+    let parameters = config.parameter_count().unwrap_or(usize::MAX);
+    let mut memory: Vec<f32> = Vec::new();
+    memory
+        .try_reserve_exact(parameters)
+        .map_err(|_| ModelError::TooLarge { parameters })
 }
 
 /// Returns `len` normal numbers (Box and Muller 1958).
@@ -198,22 +218,28 @@ pub(crate) fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
         vec![config.vocab_size, hidden],
     )];
     for layer in 0..config.num_hidden_layers {
-        let mut push = |name: &str, shape: Vec<usize>| {
-            shapes.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        let path = |name: &str| format!("model.layers.{layer}.{name}");
+        let norm = |name: &str, width| (path(name) + ".weight", vec![width]);
+        let linear = |block: &str, module: &str, outputs, inputs| {
+            let path = path(block) + "." + module;
+            let bias = (config.has_bias(module)).then(|| (format!("{path}.bias"), vec![outputs]));
+            [(format!("{path}.weight"), vec![outputs, inputs])]
+                .into_iter()
+                .chain(bias)
         };
-        push("input_layernorm", vec![hidden]);
-        push("self_attn.q_proj", vec![queries, hidden]);
-        push("self_attn.k_proj", vec![keys, hidden]);
-        push("self_attn.v_proj", vec![keys, hidden]);
+        shapes.push(norm("input_layernorm", hidden));
+        shapes.extend(linear("self_attn", "q_proj", queries, hidden));
+        shapes.extend(linear("self_attn", "k_proj", keys, hidden));
+        shapes.extend(linear("self_attn", "v_proj", keys, hidden));
         if config.has_qk_norm() {
-            push("self_attn.q_norm", vec![config.head_dim]);
-            push("self_attn.k_norm", vec![config.head_dim]);
+            shapes.push(norm("self_attn.q_norm", config.head_dim));
+            shapes.push(norm("self_attn.k_norm", config.head_dim));
         }
-        push("self_attn.o_proj", vec![hidden, queries]);
-        push("post_attention_layernorm", vec![hidden]);
-        push("mlp.gate_proj", vec![inner, hidden]);
-        push("mlp.up_proj", vec![inner, hidden]);
-        push("mlp.down_proj", vec![hidden, inner]);
+        shapes.extend(linear("self_attn", "o_proj", hidden, queries));
+        shapes.push(norm("post_attention_layernorm", hidden));
+        shapes.extend(linear("mlp", "gate_proj", inner, hidden));
+        shapes.extend(linear("mlp", "up_proj", inner, hidden));
+        shapes.extend(linear("mlp", "down_proj", hidden, inner));
     }
     shapes.push(("model.norm.weight".to_owned(), vec![hidden]));
     if !config.tie_word_embeddings {

@@ -3,10 +3,10 @@
 use super::super::Adapters;
 use super::super::ModelError;
 use super::super::gradients::{GradientReal, Gradients};
-use super::super::linear::Linear;
-use super::super::ops::{self, Matrix, Real, WeightValues, Write, matmul};
+use super::super::linear::{Linear, Parameter};
+use super::super::ops::{self, Matrix, Real, Values, WeightValues, Write, matmul};
 
-/// Writes or adds `x W^T + scale * (x A^T) B^T` to `y`, and returns `x A^T` if there is an adapter.
+/// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y`, and returns `x A^T` if there is an adapter.
 pub(super) fn forward<T: Real>(
     linear: &Linear,
     x: &[T],
@@ -17,6 +17,12 @@ pub(super) fn forward<T: Real>(
 ) -> Result<Option<Vec<T>>, ModelError> {
     let weight = WeightValues::<T>::of(linear.weight.tensor())?;
     ops::linear(T::ONE, x, rows, weight.matrix(), write, y);
+    if let Some(bias) = &linear.bias {
+        let bias = Values::<T>::of(bias.tensor())?;
+        for y in y.chunks_exact_mut(linear.outputs) {
+            y.iter_mut().zip(bias.iter()).for_each(|(y, &b)| *y += b);
+        }
+    }
     let Some(lora) = linear.lora.as_ref().filter(|_| adapters == Adapters::On) else {
         return Ok(None);
     };
@@ -43,6 +49,12 @@ pub(super) fn backward<T: GradientReal>(
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
     let (inputs, outputs) = (linear.inputs, linear.outputs);
+    if let Some(slot) = linear.bias.as_ref().and_then(Parameter::slot) {
+        let sums = T::sums(gradients, slot);
+        for dy in dy.chunks_exact(outputs) {
+            sums.iter_mut().zip(dy).for_each(|(sum, &dy)| *sum += dy);
+        }
+    }
     let dy = Matrix::new(dy, rows, outputs);
     if let Some(slot) = linear.weight.slot() {
         let x = Matrix::new(x, rows, inputs);
@@ -121,7 +133,9 @@ mod tests {
         let weights = Weights::from([("q_proj.weight".to_owned(), weight)]);
         let mut builder =
             ParameterBuilder::new(weights, &trainable, DType::F64, &Device::Cpu, 0, true);
-        let linear = builder.take_linear("q_proj", outputs, inputs).unwrap();
+        let linear = builder
+            .take_linear("q_proj", outputs, inputs, false)
+            .unwrap();
         let variables = builder.finish().unwrap();
         variables[0].1.set(&a).unwrap();
         variables[1].1.set(&b).unwrap();

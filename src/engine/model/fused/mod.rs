@@ -16,7 +16,7 @@ use candle_core::DType;
 use super::decoder::Decoder;
 use super::gradients::{GradientReal, Gradients};
 use super::ops::{self, Real, RopeTable, Values, WeightValues, into_tensor};
-use super::{Adapters, ModelError, PackedBatch};
+use super::{Adapters, ModelConfig, ModelError, PackedBatch};
 use crate::engine::kv_cache::{CacheReal, KvCache, RowId};
 use layer::{Keep, LayerTape};
 
@@ -40,10 +40,13 @@ pub(super) enum FusedRope {
 }
 
 impl FusedRope {
-    pub(super) fn new(dtype: DType, head_dim: usize, theta: f64) -> Self {
+    pub(super) fn new(dtype: DType, config: &ModelConfig) -> Self {
+        let scaling = &config.rope_scaling;
+        let frequencies = scaling.frequencies(config.head_dim, config.rope_theta);
+        let scale = scaling.attention_factor();
         match dtype {
-            DType::F64 => Self::F64(RopeTable::new(head_dim, theta)),
-            _ => Self::F32(RopeTable::new(head_dim, theta)),
+            DType::F64 => Self::F64(RopeTable::new(frequencies, scale)),
+            _ => Self::F32(RopeTable::new(frequencies, scale)),
         }
     }
 }
