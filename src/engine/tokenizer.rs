@@ -645,6 +645,35 @@ mod tests {
     }
 
     #[test]
+    fn digits_make_words_as_each_pattern_says() {
+        let tokens = [
+            "1", "2", "3", "4", "5", "12", "123", "45", "12345", "'", "S", "'S",
+        ];
+        let encode = |pre_tokenizer| {
+            let description = BpeDescription {
+                tokens: tokens.map(str::to_owned).to_vec(),
+                merges: vec!["1 2".to_owned(), "4 5".to_owned(), "' S".to_owned()],
+                special_ids: Vec::new(),
+                added_ids: Vec::new(),
+                pre_tokenizer,
+            };
+            let tokenizer = Tokenizer::from_bpe(&description, None, Path::new("test")).unwrap();
+            let ids = tokenizer.encode("12345'S").unwrap();
+            ids.into_iter()
+                .map(|id| tokens[id as usize])
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(encode(PreTokenizer::Gpt2), ["12", "3", "45", "'", "S"]);
+        assert_eq!(
+            encode(PreTokenizer::SmolLm),
+            ["1", "2", "3", "4", "5", "'", "S"]
+        );
+        assert_eq!(encode(PreTokenizer::Qwen2), ["1", "2", "3", "4", "5", "'S"]);
+        // A whole word is taken though no merge makes it.
+        assert_eq!(encode(PreTokenizer::Llama3), ["123", "45", "'S"]);
+    }
+
+    #[test]
     fn damaged_and_missing_files_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let error = Tokenizer::from_folder(folder.path()).unwrap_err();

@@ -484,6 +484,76 @@ fn absurd_headers_are_refused() {
     }
 }
 
+/// A file with the vocabulary of Qwen3 gives the ids of its `tokenizer.json`, as transformers has
+/// them.
+#[test]
+fn qwens_tokenizer_is_rebuilt_from_its_parts() {
+    let Some(shared) = std::env::var_os("WARDIAN_SHARED").map(std::path::PathBuf::from) else {
+        return;
+    };
+    let packed = shared.join("models/qwen3/tokenizer.json.gz");
+    let output = (std::process::Command::new("gzip")
+        .arg("-dc")
+        .arg(packed)
+        .output())
+    .unwrap();
+    let published: Json = serde_json::from_slice(&output.stdout).unwrap();
+    let mut tokens: Vec<(String, u64, i32)> = (published["model"]["vocab"].as_object().unwrap())
+        .iter()
+        .map(|(token, id)| (token.clone(), id.as_u64().unwrap(), 1))
+        .collect();
+    for added in published["added_tokens"].as_array().unwrap() {
+        let kind = if added["special"] == true {
+            CONTROL
+        } else {
+            USER_DEFINED
+        };
+        let token = added["content"].as_str().unwrap().to_owned();
+        tokens.push((
+            token,
+            added["id"].as_u64().unwrap(),
+            i32::try_from(kind).unwrap(),
+        ));
+    }
+    tokens.sort_by_key(|(_, id, _)| *id);
+    let merges = published["model"]["merges"].as_array().unwrap().iter();
+    let merges = merges.map(|pair| {
+        let part = |index: usize| pair[index].as_str().unwrap();
+        GgufValue::String(format!("{} {}", part(0), part(1)))
+    });
+    let list = |values: Vec<GgufValue>| GgufValue::Array(values);
+    let spellings = tokens
+        .iter()
+        .map(|(token, ..)| GgufValue::String(token.clone()));
+    let kinds = tokens.iter().map(|(.., kind)| GgufValue::I32(*kind));
+    let text = |text: &str| GgufValue::String(text.to_owned());
+    let metadata = vec![
+        ("tokenizer.ggml.model".to_owned(), text("gpt2")),
+        ("tokenizer.ggml.pre".to_owned(), text("qwen2")),
+        (
+            "tokenizer.ggml.tokens".to_owned(),
+            list(spellings.collect()),
+        ),
+        (
+            "tokenizer.ggml.token_type".to_owned(),
+            list(kinds.collect()),
+        ),
+        ("tokenizer.ggml.merges".to_owned(), list(merges.collect())),
+    ];
+    let file = write_tensors(&HashMap::new(), GgmlDType::F32, &metadata);
+    let tokenizer = GgufFile::open(file.path()).unwrap().tokenizer().unwrap();
+    let golden = fs_err::read_to_string(shared.join("golden/tokenize.json")).unwrap();
+    let golden: Json = serde_json::from_str(&golden).unwrap();
+    let cases = golden["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 85);
+    for case in cases {
+        let expected: Vec<u32> = serde_json::from_value(case["qwen3"].clone()).unwrap();
+        let text = case["text"].as_str().unwrap();
+        assert_eq!(tokenizer.encode(text).unwrap(), expected, "{text:?}");
+        assert_eq!(tokenizer.decode(&expected).unwrap(), case["qwen3_decoded"]);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
