@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::AdapterId;
+
 /// A fault in a model's files, in its configuration or in a batch given to it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -213,6 +215,25 @@ pub enum ModelError {
         limit: usize,
     },
 
+    /// No such adapter; it may have been removed.
+    #[error("unknown adapter {id}")]
+    UnknownAdapter {
+        /// Its number.
+        id: AdapterId,
+    },
+    /// Another adapter has this name.
+    #[error("there is an adapter `{name}` already; remove it first or choose another name")]
+    AdapterNameTaken {
+        /// The name.
+        name: String,
+    },
+    /// An adapter is in use and cannot be removed.
+    #[error("adapter `{name}` is in use; release its sequences first")]
+    AdapterInUse {
+        /// Its name.
+        name: String,
+    },
+
     /// A backward pass came after the weights had changed.
     #[error("the tape was recorded at weights version {tape}, the weights are at {weights}")]
     StaleTape {
@@ -248,6 +269,8 @@ impl ModelError {
             Self::Mismatch { .. }
                 | Self::UnknownRow { .. }
                 | Self::RepeatedRow { .. }
+                | Self::UnknownAdapter { .. }
+                | Self::AdapterInUse { .. }
                 | Self::StaleTape { .. }
                 | Self::Tensor(_)
         )

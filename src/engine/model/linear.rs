@@ -18,6 +18,15 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
+    /// Returns a tensor that no training changes.
+    pub(super) fn frozen(name: String, tensor: &Tensor) -> Self {
+        Self {
+            name,
+            tensor: tensor.detach(),
+            slot: None,
+        }
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -117,11 +126,7 @@ impl<'a> ParameterBuilder<'a> {
         if matches!(self.trainable, Trainable::Full) {
             return self.variable(name, &tensor);
         }
-        Ok(Parameter {
-            name,
-            tensor: tensor.detach(),
-            slot: None,
-        })
+        Ok(Parameter::frozen(name, &tensor))
     }
 
     /// Takes a matrix that tokens are multiplied with, laid out for that.

@@ -14,6 +14,7 @@
 //! (`composed`), differentiated by candle a layer at a time. Sequences are packed end to end, so there
 //! is no padding to mask and none to pay for.
 
+mod adapters;
 mod composed;
 mod config;
 mod decoder;
@@ -35,6 +36,7 @@ pub(crate) mod tests_support;
 #[cfg(test)]
 mod tests;
 
+pub use adapters::{AdapterId, AdapterLease};
 #[cfg(any(fuzzing, test))]
 pub use config::fuzz_config;
 pub use config::{ModelConfig, ModelType};

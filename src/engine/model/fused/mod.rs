@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::adapters::RowAdapters;
 use super::decoder::Decoder;
 use super::gradients::{GradientReal, Gradients};
 use super::ops::{self, Real, RopeTable, Values, WeightValues, into_tensor};
@@ -74,23 +75,27 @@ struct Pass<'a, T> {
     decoder: &'a Decoder,
     batch: &'a PackedBatch,
     rope: Arc<ops::RopeRows<T>>,
-    adapters: Adapters,
+    adapters: RowAdapters,
 }
 
 impl<'a, T: FusedReal> Pass<'a, T> {
-    fn new(decoder: &'a Decoder, batch: &'a PackedBatch, adapters: Adapters) -> Self {
+    fn new(
+        decoder: &'a Decoder,
+        batch: &'a PackedBatch,
+        adapters: Adapters,
+    ) -> Result<Self, ModelError> {
         let positions = batch
             .positions()
             .iter()
             .max()
             .map_or(0, |&last| last as usize + 1);
         let rope = T::rope(decoder.fused_rope()).rows(positions);
-        Self {
+        Ok(Self {
             decoder,
             batch,
             rope,
-            adapters,
-        }
+            adapters: decoder.row_adapters(batch, adapters)?,
+        })
     }
 
     fn embed(&self) -> Result<Vec<T>, ModelError> {
@@ -115,7 +120,7 @@ pub(super) fn hidden<T: FusedReal>(
     batch: &PackedBatch,
     adapters: Adapters,
 ) -> Result<Vec<T>, ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, adapters);
+    let pass = Pass::<T>::new(decoder, batch, adapters)?;
     let mut x = pass.embed()?;
     for layer in decoder.layers() {
         x = layer::forward(&pass, layer, x, Keep::Nothing)?.0;
@@ -129,7 +134,7 @@ pub(super) fn forward<T: FusedReal>(
     batch: &PackedBatch,
     recompute: bool,
 ) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     let keep = if recompute { Keep::Input } else { Keep::All };
     let mut x = pass.embed()?;
     let mut layers = Vec::with_capacity(decoder.layers().len());
@@ -150,7 +155,7 @@ pub(super) fn backward<T: FusedReal>(
     dhidden: &[T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     let eps = decoder.config().rms_norm_eps;
     let mut dx = vec![T::ZERO; tape.last.len()];
     {
@@ -184,7 +189,7 @@ pub(super) fn hidden_cached<T: FusedReal>(
     rows: &[RowId],
 ) -> Result<Vec<T>, ModelError> {
     let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     cache.with_blocks::<T, _>(rows, &added, |cached| {
         for (segment, len) in batch.segments().iter().zip(cached.lengths()) {
             let first = batch
