@@ -6,6 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache::RowId;
+use super::model::AdapterLease;
 use super::{SamplingParams, SequenceSeed, TokenLogprob};
 
 /// Names one sequence of an engine; numbers are never used again.
@@ -68,6 +69,8 @@ pub(super) struct Sequence {
     /// Sequences with the same prompt that start from this one's row.
     pub(super) followers: Vec<SequenceId>,
     pub(super) params: SamplingParams,
+    /// An adapter from beside the weights. Its keys and values are of no use to another one.
+    pub(super) adapter: Option<AdapterLease>,
     pub(super) random: ChaCha8Rng,
     /// Where this turn's sampled tokens begin.
     turn_start: usize,
@@ -85,6 +88,7 @@ impl Sequence {
             state: State::Running,
             followers: Vec::new(),
             params,
+            adapter: None,
             random: seed.generator(),
             logprobs: Vec::new(),
             kept_logprobs: Vec::new(),
@@ -100,11 +104,17 @@ impl Sequence {
             state: State::Paused,
             followers: Vec::new(),
             params: self.params.clone(),
+            adapter: self.adapter.clone(),
             random: seed.generator(),
             turn_start: self.tokens.len(),
             logprobs: Vec::new(),
             kept_logprobs: Vec::new(),
         }
+    }
+
+    /// Returns whether tokens of the current turn have been sampled.
+    pub(super) fn is_within_turn(&self) -> bool {
+        self.tokens.len() > self.turn_start
     }
 
     /// Returns the tokens that the cache does not hold yet.
