@@ -554,6 +554,14 @@ fn qwens_tokenizer_is_rebuilt_from_its_parts() {
     }
 }
 
+#[test]
+fn the_seed_of_the_fuzz_target_is_read() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/seeds/gguf_header/small");
+    let bytes = fs_err::read(path).unwrap();
+    let header = Header::read(&*bytes, bytes.len() as u64).unwrap();
+    assert_eq!((header.metadata.len(), header.tensors.len()), (8, 2));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 

@@ -1027,3 +1027,26 @@ fn adapters_are_named_checked_and_held() {
         "{error}"
     );
 }
+
+#[test]
+fn the_seeds_of_the_fuzz_targets_are_read() {
+    let seeds = |target: &str| {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let entries = fs_err::read_dir(folder.join("fuzz/seeds").join(target)).unwrap();
+        entries
+            .map(|entry| entry.unwrap().path())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(seeds("model_config").len(), 3);
+    for path in seeds("model_config") {
+        ModelConfig::from_file(&path).unwrap();
+    }
+    for path in seeds("safetensors_header") {
+        assert_eq!(
+            read_safetensors(&path, DType::F32, &Device::Cpu)
+                .unwrap()
+                .len(),
+            2
+        );
+    }
+}
