@@ -159,14 +159,14 @@ fn control_tokens_in_content_stay_ordinary_text(#[case] forged: Message, #[case]
         ..forged.clone()
     };
     let render = |message: &Message| {
-        let chat = template.render(&[message.clone()], &[], &RenderOptions::prompt());
+        let chat = template.render(std::slice::from_ref(message), &[], &RenderOptions::prompt());
         chat.unwrap()
     };
     let is_control = |id: &u32| *id >= 151_643;
     let controls = |ids: Vec<u32>| ids.into_iter().filter(is_control).collect::<Vec<_>>();
 
     let chat = render(&forged);
-    let content = forged.content.to_string();
+    let content = forged.content;
     assert!(chat.text.contains(&content));
     let im_end = tokenizer.token_to_id("<|im_end|>").unwrap();
     let ends = |ids: &[u32]| ids.iter().filter(|&&id| id == im_end).count();

@@ -17,6 +17,7 @@ use serde_json::json;
 
 use super::EngineError;
 use super::loader::{LoadedModel, check_vocabulary};
+use super::model::ops::Values;
 use super::model::{ModelConfig, ModelType, RopeScaling, is_redundant, tensor_shapes};
 use super::tokenizer::{BpeDescription, PreTokenizer, Tokenizer};
 #[cfg(any(fuzzing, test))]
@@ -427,12 +428,14 @@ impl<'a> GgufFile<'a> {
                 source,
             })?;
         let tensor = dequantize(&info, &bytes).map_err(|error| self.damaged(name, error))?;
-        let values = tensor.flatten_all().and_then(|flat| flat.to_vec1::<f32>());
-        let values = values.map_err(|error| self.damaged(name, error))?;
-        if values.iter().all(|value| value.is_finite()) {
-            return Ok(tensor);
+        let is_finite = {
+            let values = Values::<f32>::of(&tensor).map_err(|error| self.damaged(name, error))?;
+            values.iter().all(|value| value.is_finite())
+        };
+        match is_finite {
+            true => Ok(tensor),
+            false => Err(self.malformed(name, "not finite; the file is damaged")),
         }
-        Err(self.malformed(name, "not finite; the file is damaged"))
     }
 }
 

@@ -251,10 +251,10 @@ fn llama_3s_frequencies_are_recognised_by_their_factors() {
     factors[1] *= 2.0;
     let message = load(&factors).unwrap_err().to_string();
     assert!(message.contains("`rope_freqs.weight`"), "{message}");
-    assert!(load(&factors[..2]).is_err());
+    load(&factors[..2]).unwrap_err();
 }
 
-/// Each type of blocks gives the numbers that the PyPI package `gguf` gives: see
+/// Each type of blocks gives the numbers that the Python package `gguf` gives: see
 /// `tests/golden/make_gguf_blocks.py`.
 #[test]
 fn blocks_are_dequantized_as_by_the_gguf_package() {

@@ -33,7 +33,7 @@ pub enum ModelError {
         /// The file.
         path: PathBuf,
         /// What is wrong with its content.
-        error: Box<ModelError>,
+        error: Box<Self>,
     },
     /// A JSON file does not parse or lacks a required field.
     #[error("failed to parse `{path}`")]

@@ -1,6 +1,6 @@
 //! Low-rank adapters (Hu et al. 2021) and their file format, that of PEFT.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::ModelError;
 use super::files::{MAX_CONFIG_BYTES, io_error, read_json};
-use super::safetensors_file::{read_safetensors, write_safetensors};
+use super::safetensors_file::{TensorFile, write_safetensors};
 
 /// The linear layers of a decoder layer, in the order of their use.
 pub const LINEAR_MODULES: [&str; 7] = [
@@ -204,17 +204,22 @@ impl LoraAdapter {
         let path = folder.join(ADAPTER_CONFIG);
         let raw: RawAdapterConfig = read_json(&path, MAX_CONFIG_BYTES)?;
         let weights = folder.join(ADAPTER_WEIGHTS);
-        let mut tensors = HashMap::new();
-        for (name, tensor) in read_safetensors(&weights, dtype, device)? {
-            let Some(name) = name.strip_prefix(PREFIX) else {
+        let mut file = TensorFile::open(&weights)?;
+        let names: Vec<String> = file.shapes().map(|(name, _)| name.to_owned()).collect();
+        let paths: Vec<&str> = (names.iter())
+            .filter_map(|name| name.strip_prefix(PREFIX)?.strip_suffix(LORA_A))
+            .collect();
+        let mut adapter = (raw.resolve(&paths)).map_err(|error| error.in_file(&path))?;
+        for name in &names {
+            let Some(own_name) = name.strip_prefix(PREFIX) else {
+                let name = name.clone();
                 return Err(ModelError::UnexpectedTensor { name }.in_file(&weights));
             };
-            tensors.insert(name.to_owned(), tensor);
+            let tensor = file.read(name, dtype, device)?;
+            adapter.tensors.insert(own_name.to_owned(), tensor);
         }
-        let adapter = raw.resolve(tensors).map_err(|error| error.in_file(&path))?;
-        adapter
-            .check_ranks()
-            .map_err(|error| error.in_file(&weights))?;
+        let checked = adapter.check_ranks();
+        checked.map_err(|error| error.in_file(&weights))?;
         Ok(adapter)
     }
 
@@ -305,7 +310,8 @@ fn is_end(path: &str, end: &str) -> bool {
 }
 
 impl RawAdapterConfig {
-    fn resolve(self, tensors: HashMap<String, Tensor>) -> Result<LoraAdapter, ModelError> {
+    /// Returns an adapter without tensors; `paths` are those of the layers that have some.
+    fn resolve(self, paths: &[&str]) -> Result<LoraAdapter, ModelError> {
         let unsupported = |field, found: String, supported| {
             Err(ModelError::Unsupported {
                 field,
@@ -335,12 +341,7 @@ impl RawAdapterConfig {
                 LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect()
             }
             // A regular expression. Which layers it meant, their tensors say.
-            OneOrMany::One(_) => {
-                let paths: BTreeSet<&str> = (tensors.keys())
-                    .filter_map(|name| name.strip_suffix(LORA_A))
-                    .collect();
-                paths.into_iter().map(str::to_owned).collect()
-            }
+            OneOrMany::One(_) => paths.iter().map(|&path| path.to_owned()).collect(),
             OneOrMany::Many(names) => names,
         };
         let alpha_pattern = self.alpha_pattern.unwrap_or_default();
@@ -369,7 +370,7 @@ impl RawAdapterConfig {
             alpha_pattern,
             rank_pattern: self.rank_pattern.unwrap_or_default(),
             base_model: self.base_model_name_or_path,
-            tensors,
+            tensors: HashMap::new(),
         })
     }
 }
@@ -391,6 +392,65 @@ mod tests {
         );
     }
 
+    /// Every fault of an adapter's folder is one error, which names the file.
+    #[test]
+    fn damaged_adapters_are_named() {
+        let adapter = |tensors: &[(&str, [usize; 2])]| {
+            let folder = tempfile::tempdir().unwrap();
+            let config = json!({
+                "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
+            });
+            fs::write(folder.path().join(ADAPTER_CONFIG), config.to_string()).unwrap();
+            let tensors: Vec<(String, Tensor)> = (tensors.iter())
+                .map(|(name, shape)| {
+                    let tensor = Tensor::ones(shape.as_slice(), DType::F32, &Device::Cpu).unwrap();
+                    ((*name).to_owned(), tensor)
+                })
+                .collect();
+            write_safetensors(&folder.path().join(ADAPTER_WEIGHTS), &tensors).unwrap();
+            folder
+        };
+        let load = |folder: &tempfile::TempDir| {
+            LoraAdapter::load(folder.path(), DType::F32, &Device::Cpu).map_err(|e| e.to_string())
+        };
+        const A: &str = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
+        let good = adapter(&[(A, [2, 5])]);
+        assert_eq!(load(&good).unwrap().tensors.len(), 1);
+        let message = load(&adapter(&[(A, [3, 5])])).unwrap_err();
+        assert!(
+            message.contains("has rank 3") && message.contains(ADAPTER_WEIGHTS),
+            "{message}"
+        );
+        let message = load(&adapter(&[("q_proj.lora_A", [2, 5])])).unwrap_err();
+        assert!(
+            message.starts_with("unexpected tensor `q_proj.lora_A`"),
+            "{message}"
+        );
+        for (file, content, expected) in [
+            (ADAPTER_CONFIG, "{", ADAPTER_CONFIG),
+            (ADAPTER_CONFIG, "{}", ADAPTER_CONFIG),
+            (
+                ADAPTER_CONFIG,
+                r#"{"peft_type": "IA3", "r": 2, "lora_alpha": 4, "target_modules": []}"#,
+                "unsupported `peft_type`",
+            ),
+            (
+                ADAPTER_CONFIG,
+                r#"{"peft_type": "LORA", "r": 0, "lora_alpha": 4, "target_modules": ["q_proj"]}"#,
+                "invalid `rank`",
+            ),
+            (ADAPTER_WEIGHTS, "", ADAPTER_WEIGHTS),
+        ] {
+            let folder = adapter(&[(A, [2, 5])]);
+            fs::write(folder.path().join(file), content).unwrap();
+            let message = load(&folder).unwrap_err();
+            assert!(
+                message.contains(expected) && message.contains(file),
+                "{message}"
+            );
+        }
+    }
+
     #[test]
     fn variants_that_change_the_arithmetic_are_refused() {
         for (field, value) in [
@@ -407,7 +467,7 @@ mod tests {
             });
             config[field] = value;
             let raw: RawAdapterConfig = serde_json::from_value(config).unwrap();
-            let message = raw.resolve(HashMap::new()).unwrap_err().to_string();
+            let message = raw.resolve(&[]).unwrap_err().to_string();
             assert!(
                 message.starts_with(&format!("unsupported `{field}`")),
                 "{message}"

@@ -684,10 +684,10 @@ fn write_shards(folder: &std::path::Path, config: &ModelConfig, dtype: DType) {
             map.insert(name.clone(), shard.clone().into());
         }
     }
-    write_index(folder, map);
+    write_index(folder, &map);
 }
 
-fn write_index(folder: &std::path::Path, map: serde_json::Map<String, serde_json::Value>) {
+fn write_index(folder: &std::path::Path, map: &serde_json::Map<String, serde_json::Value>) {
     let index = serde_json::json!({"metadata": {"total_size": 0}, "weight_map": map});
     let path = folder.join("model.safetensors.index.json");
     fs_err::write(path, index.to_string()).unwrap();
@@ -774,7 +774,7 @@ fn bad_weight_files_are_refused_before_they_are_read() {
             "a tensor of the index is in no shard",
             |folder| {
                 edit_index(folder, |index| {
-                    index["weight_map"]["lm_head.weight"] = FIRST.into()
+                    index["weight_map"]["lm_head.weight"] = FIRST.into();
                 });
             },
             [FIRST, "`lm_head.weight` is not in the shard"],
@@ -914,10 +914,11 @@ fn adapters_beside_the_base_give_the_logits_of_peft(#[values(true, false)] is_fu
     let mut cache = decoder.new_cache(1000);
     let cached: Vec<RowId> = plan.iter().map(|_| cache.add_row()).collect();
     let mut steps = vec![Vec::new(); plan.len()];
-    for position in 0..sequences[1].len() {
+    let pairs = sequences[0].iter().zip(&sequences[1]);
+    for (position, (&even, &odd)) in pairs.enumerate() {
         let mut step = PackedBatch::new();
         for (index, adapter) in plan.into_iter().enumerate() {
-            let token = sequences[index % 2][position];
+            let token = if index % 2 == 0 { even } else { odd };
             step.push_adapted(&[token], position, adapter.map(|adapter| ids[adapter]));
         }
         let hidden = decoder.hidden_cached(&step, &mut cache, &cached).unwrap();
