@@ -12,8 +12,8 @@ use candle_core::quantized::GgmlDType;
 /// Most bytes of a header; a vocabulary of 256,000 tokens with its merges has some 10 MB.
 const MAX_HEADER_BYTES: u64 = 256 << 20;
 
-/// Longest text; the longest in use are chat templates of some 20 kB.
-const MAX_TEXT_BYTES: u64 = 1 << 20;
+/// Longest text; some tools put a whole `tokenizer.json` of 10 MB into one.
+const MAX_TEXT_BYTES: u64 = 64 << 20;
 
 /// Most items of an array; the longest in use are lists of some 500,000 merges.
 const MAX_ITEMS: u64 = 1 << 22;
@@ -233,7 +233,7 @@ impl<R: Read> Parser<R> {
 
     fn text(&mut self, key: &str) -> Result<String, HeaderError> {
         let length = self.count(key, MAX_TEXT_BYTES, 1)?;
-        let mut bytes = vec![0; usize::try_from(length).expect("at most 2^20")];
+        let mut bytes = vec![0; usize::try_from(length).expect("at most 2^26")];
         self.fill(key, &mut bytes)?;
         String::from_utf8(bytes).map_err(|_| malformed(key, "not UTF-8"))
     }
