@@ -15,6 +15,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -106,7 +107,8 @@ impl Tokenizer {
             path: path.to_owned(),
             source,
         };
-        let mut full = tokenizers::Tokenizer::from_bytes(bytes).map_err(damaged)?;
+        let read = guarded(|| tokenizers::Tokenizer::from_bytes(bytes));
+        let mut full = read.map_err(damaged)?;
         full.with_truncation(None).map_err(damaged)?;
         full.with_padding(None);
         let mut added: Vec<AddedToken> = full
@@ -294,7 +296,7 @@ impl Tokenizer {
     }
 
     fn decode_with(&self, ids: &[u32], skip_special: bool) -> Result<String, EngineError> {
-        let decoded = self.inner.full.decode(ids, skip_special);
+        let decoded = guarded(|| self.inner.full.decode(ids, skip_special));
         decoded.map_err(|source| EngineError::Tokenizer {
             action: "decode ids",
             source,
@@ -393,8 +395,15 @@ impl Tokenizer {
     }
 }
 
+/// Runs a call of the library, which on some damaged files ends in a panic: a bad `precompiled_charsmap`,
+/// a decoder that strips more than there is.
+fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| Err("a part of the tokenizer's file contradicts itself".into()))
+}
+
 fn encode_with(tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>, EngineError> {
-    match tokenizer.encode_fast(text, false) {
+    match guarded(|| tokenizer.encode_fast(text, false)) {
         Ok(encoding) => Ok(encoding.get_ids().to_vec()),
         Err(source) => Err(EngineError::Tokenizer {
             action: "encode text",
@@ -718,6 +727,41 @@ mod tests {
             }
             text += &detokenizer.finish().unwrap();
             prop_assert_eq!(text, tokenizer.decode(&ids).unwrap());
+        }
+
+        /// A damaged `tokenizer.json` is refused, or it is one that encodes and decodes.
+        #[test]
+        fn damaged_tokenizers_are_survived(
+            at in prop::sample::select(vec![
+                "/model/type", "/model/vocab/a", "/model/vocab", "/model/merges", "/model/unk_token",
+                "/model/continuing_subword_prefix", "/model/byte_fallback", "/added_tokens",
+                "/added_tokens/0/id", "/added_tokens/0/content", "/added_tokens/0/lstrip",
+                "/pre_tokenizer", "/pre_tokenizer/type", "/decoder", "/decoder/type", "/normalizer",
+                "/post_processor", "/truncation", "/padding", "/version",
+            ]),
+            value in prop::sample::select(vec![
+                "null", "0", "-1", "257", "4294967295", "\"\"", "\"a\"", "[]", "[\"a b\"]", "[\"a a\"]",
+                "{}", "true", "\"WordLevel\"", "\"Unigram\"", "\"WordPiece\"", "\"Metaspace\"",
+                r#"{"type": "NFC"}"#, r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#,
+                r#"{"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}"#,
+                r#"{"type": "Replace", "pattern": {"String": ""}, "content": "aa"}"#,
+                r#"{"type": "Strip", "strip_left": true, "strip_right": true, "content": "a", "start": 9, "stop": 9}"#,
+                r#"{"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}"#,
+                r#"{"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 9}"#,
+            ]),
+        ) {
+            let text = toy().inner.full.to_string(false).unwrap();
+            let mut file: Value = serde_json::from_str(&text).unwrap();
+            if let Some(place) = file.pointer_mut(at) {
+                *place = serde_json::from_str(value).unwrap();
+            }
+            let bytes = file.to_string().into_bytes();
+            if let Ok(tokenizer) = Tokenizer::from_bytes(&bytes, None, Path::new("damaged")) {
+                for ids in [tokenizer.encode("a<|end|> b"), tokenizer.encode_ordinary("a<|end|> b")] {
+                    let _ = ids.and_then(|ids| tokenizer.decode(&ids));
+                }
+                tokenizer.largest_id();
+            }
         }
     }
 }
