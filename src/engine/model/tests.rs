@@ -5,7 +5,7 @@ use super::tests_support::{formula_weights, golden_folder, random_tokens, scaled
 use super::*;
 use crate::engine::RowId;
 
-fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
+pub(super) fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
     build(toy(kind), dtype, trainable, true)
 }
 
@@ -14,7 +14,12 @@ fn composed(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
     build(toy(kind), dtype, trainable, false)
 }
 
-fn build(config: ModelConfig, dtype: DType, trainable: &Trainable, is_fused: bool) -> Decoder {
+pub(super) fn build(
+    config: ModelConfig,
+    dtype: DType,
+    trainable: &Trainable,
+    is_fused: bool,
+) -> Decoder {
     let mut weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
     for (name, weight) in &mut weights {
         if name.ends_with(".bias") {
@@ -49,7 +54,7 @@ fn spread(decoder: &Decoder) {
     }
 }
 
-fn lora() -> Trainable {
+pub(super) fn lora() -> Trainable {
     Trainable::Lora(LoraConfig {
         rank: 3,
         alpha: 6.0,
@@ -57,17 +62,17 @@ fn lora() -> Trainable {
     })
 }
 
-fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
+pub(super) fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
     tensor.to_dtype(DType::F64).unwrap().to_vec2().unwrap()
 }
 
-fn logits(decoder: &Decoder, batch: &PackedBatch) -> Vec<Vec<f64>> {
+pub(super) fn logits(decoder: &Decoder, batch: &PackedBatch) -> Vec<Vec<f64>> {
     let hidden = decoder.hidden(batch, Adapters::On).unwrap();
     rows(&decoder.logits(&hidden).unwrap())
 }
 
 #[track_caller]
-fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
+pub(super) fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
         assert!((found - expected).abs() < tolerance, "{found} {expected}");
@@ -668,365 +673,6 @@ fn stretched_rotations_are_those_of_transformers(
     .map(|(plain, scaled)| (plain - scaled).abs())
     .fold(0.0, f64::max);
     assert!(difference > 1e-3, "the rotation matters: {difference}");
-}
-
-/// Writes the toy's weights as two shards, and their index.
-fn write_shards(folder: &std::path::Path, config: &ModelConfig, dtype: DType) {
-    let mut weights: Vec<_> = (random_weights(config, 3, dtype, &Device::Cpu).unwrap())
-        .into_iter()
-        .collect();
-    weights.sort_by(|a, b| a.0.cmp(&b.0));
-    let mut map = serde_json::Map::new();
-    for (index, part) in weights.chunks(weights.len() / 2 + 1).enumerate() {
-        let shard = format!("model-0000{}-of-00002.safetensors", index + 1);
-        write_safetensors(&folder.join(&shard), part).unwrap();
-        for (name, _) in part {
-            map.insert(name.clone(), shard.clone().into());
-        }
-    }
-    write_index(folder, &map);
-}
-
-fn write_index(folder: &std::path::Path, map: &serde_json::Map<String, serde_json::Value>) {
-    let index = serde_json::json!({"metadata": {"total_size": 0}, "weight_map": map});
-    let path = folder.join("model.safetensors.index.json");
-    fs_err::write(path, index.to_string()).unwrap();
-}
-
-#[rstest]
-#[case(DType::F32)]
-#[case(DType::F16)]
-#[case(DType::BF16)]
-fn shards_of_every_type_are_read_as_one_model(#[case] dtype: DType) {
-    let folder = tempfile::tempdir().unwrap();
-    let config = toy(ModelType::Qwen2);
-    write_shards(folder.path(), &config, dtype);
-    let found = load_weights(folder.path(), &config, DType::F32, &Device::Cpu).unwrap();
-    let expected = random_weights(&config, 3, dtype, &Device::Cpu).unwrap();
-    assert_eq!(found.len(), expected.len());
-    for (name, expected) in expected {
-        let expected = expected
-            .to_dtype(DType::F32)
-            .unwrap()
-            .flatten_all()
-            .unwrap();
-        let found = found[&name].flatten_all().unwrap();
-        let (found, expected) = (found.to_vec1::<f32>(), expected.to_vec1::<f32>());
-        assert_eq!(found.unwrap(), expected.unwrap(), "{name}");
-    }
-}
-
-/// Every fault of a folder of weights is one error, which names the file and the tensor.
-#[test]
-fn bad_weight_files_are_refused_before_they_are_read() {
-    const FIRST: &str = "model-00001-of-00002.safetensors";
-    const SECOND: &str = "model-00002-of-00002.safetensors";
-    const INDEX: &str = "model.safetensors.index.json";
-    let config = toy(ModelType::Qwen3);
-    type Damage = fn(&std::path::Path);
-    fn edit_index(folder: &std::path::Path, edit: fn(&mut serde_json::Value)) {
-        let path = folder.join(INDEX);
-        let mut index = serde_json::from_slice(&fs_err::read(&path).unwrap()).unwrap();
-        edit(&mut index);
-        fs_err::write(path, index.to_string()).unwrap();
-    }
-    /// Replaces the tensors of the second shard and, in the index, what is changed of their names.
-    fn edit_shard(folder: &std::path::Path, edit: fn(&mut Vec<(String, Tensor)>)) {
-        let path = folder.join(SECOND);
-        let mut tensors = read_safetensors(&path, DType::F32, &Device::Cpu).unwrap();
-        edit(&mut tensors);
-        write_safetensors(&path, &tensors).unwrap();
-        let path = folder.join(INDEX);
-        let mut index: serde_json::Value =
-            serde_json::from_slice(&fs_err::read(&path).unwrap()).unwrap();
-        let map = index["weight_map"].as_object_mut().unwrap();
-        map.retain(|_, shard| shard != SECOND);
-        for (name, _) in tensors {
-            map.insert(name, SECOND.into());
-        }
-        fs_err::write(path, index.to_string()).unwrap();
-    }
-    let cases: [(&str, Damage, [&str; 2]); 11] = [
-        (
-            "missing shard",
-            |folder| fs_err::remove_file(folder.join(SECOND)).unwrap(),
-            [SECOND, "is the download complete?"],
-        ),
-        (
-            "truncated shard",
-            |folder| {
-                let bytes = fs_err::read(folder.join(SECOND)).unwrap();
-                fs_err::write(folder.join(SECOND), &bytes[..bytes.len() - 1]).unwrap();
-            },
-            [SECOND, "is the download complete?"],
-        ),
-        (
-            "empty shard",
-            |folder| fs_err::write(folder.join(FIRST), "").unwrap(),
-            [FIRST, "is the download complete?"],
-        ),
-        (
-            "no index",
-            |folder| fs_err::write(folder.join(INDEX), "{}").unwrap(),
-            [INDEX, "failed to parse"],
-        ),
-        (
-            "a tensor of the index is in no shard",
-            |folder| {
-                edit_index(folder, |index| {
-                    index["weight_map"]["lm_head.weight"] = FIRST.into();
-                });
-            },
-            [FIRST, "`lm_head.weight` is not in the shard"],
-        ),
-        (
-            "a tensor is in two shards",
-            |folder| {
-                let path = folder.join(FIRST);
-                let mut tensors = read_safetensors(&path, DType::F32, &Device::Cpu).unwrap();
-                let second = folder.join(SECOND);
-                let other = read_safetensors(&second, DType::F32, &Device::Cpu).unwrap();
-                tensors.push(other[0].clone());
-                write_safetensors(&path, &tensors).unwrap();
-            },
-            [FIRST, "where the index does not place it"],
-        ),
-        (
-            "missing tensor",
-            |folder| edit_shard(folder, |tensors| drop(tensors.remove(0))),
-            ["missing tensor", "model.layers."],
-        ),
-        (
-            "unknown tensor",
-            |folder| edit_shard(folder, |tensors| tensors[0].0 = "model.lost".to_owned()),
-            [SECOND, "unexpected tensor `model.lost`"],
-        ),
-        (
-            "another shape",
-            |folder| {
-                edit_shard(folder, |tensors| tensors[0].1 = tensors[0].1.t().unwrap());
-            },
-            [SECOND, "expected ["],
-        ),
-        (
-            "integers",
-            |folder| {
-                edit_shard(folder, |tensors| {
-                    tensors[0].1 = tensors[0].1.to_dtype(DType::U8).unwrap();
-                });
-            },
-            [SECOND, "is of type U8"],
-        ),
-        (
-            "not a number",
-            |folder| {
-                edit_shard(folder, |tensors| {
-                    tensors[0].1 = (&tensors[0].1 * f64::NAN).unwrap();
-                });
-            },
-            [SECOND, "is not finite at element 0"],
-        ),
-    ];
-    for (name, damage, expected) in cases {
-        let folder = tempfile::tempdir().unwrap();
-        write_shards(folder.path(), &config, DType::F32);
-        load_weights(folder.path(), &config, DType::F32, &Device::Cpu).unwrap();
-        damage(folder.path());
-        let error = load_weights(folder.path(), &config, DType::F32, &Device::Cpu).unwrap_err();
-        assert!(error.is_input(), "{name}");
-        let message = error.to_string();
-        for expected in expected {
-            assert!(message.contains(expected), "{name}: {message}");
-        }
-        assert!(
-            message.contains(&*folder.path().to_string_lossy()),
-            "{name}: {message}"
-        );
-    }
-}
-
-fn toy_adapters() -> [LoraAdapter; 2] {
-    ["toy_adapter", "toy_adapter_rslora"].map(|folder| {
-        LoraAdapter::load(&golden_folder().join(folder), DType::F64, &Device::Cpu).unwrap()
-    })
-}
-
-/// Adapters that PEFT wrote, beside one base and in one batch: a list of names, then a pattern, a scale
-/// by the root of the rank, and layers with ranks and alphas of their own.
-#[rstest]
-fn adapters_beside_the_base_give_the_logits_of_peft(#[values(true, false)] is_fused: bool) {
-    let path = golden_folder().join("toy_models.json");
-    let golden: serde_json::Value =
-        serde_json::from_str(&fs_err::read_to_string(path).unwrap()).unwrap();
-    let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
-    let read = |value: &serde_json::Value| -> Vec<Vec<Vec<f64>>> {
-        serde_json::from_value(value.clone()).unwrap()
-    };
-    let last = |logits: &[Vec<f64>]| logits[logits.len() - 3..].to_vec();
-    let plain = read(&golden["models"]["qwen3"]["logits"]);
-    let first = read(&golden["models"]["qwen3_lora"]["logits"]);
-    let second = read(&golden["last_logits"]["rslora"]);
-
-    let config = toy(ModelType::Qwen3);
-    let weights = formula_weights(&config, DType::F64);
-    let build = if is_fused {
-        Decoder::new
-    } else {
-        Decoder::new_composed
-    };
-    let decoder = build(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
-    let ids = ["first", "second"].map(|name| {
-        let [first, second] = toy_adapters();
-        let adapter = if name == "first" { first } else { second };
-        decoder.add_adapter(name, &adapter).unwrap()
-    });
-    let mut batch = PackedBatch::new();
-    let mut expected = Vec::new();
-    // Two neighbours share an adapter; base rows stand between others.
-    let plan = [Some(0), None, Some(1), Some(1), None, Some(0)];
-    for (index, adapter) in plan.into_iter().enumerate() {
-        let sequence = index % 2;
-        batch.push_adapted(&sequences[sequence], 0, adapter.map(|adapter| ids[adapter]));
-        expected.push(match adapter {
-            None => last(&plain[sequence]),
-            Some(0) => last(&first[sequence]),
-            Some(_) => second[sequence].clone(),
-        });
-    }
-    let found = logits(&decoder, &batch);
-    for (segment, expected) in batch.segments().iter().zip(&expected) {
-        // The files hold f32.
-        assert_close(&last(&found[segment.clone()]), expected, 1e-5);
-    }
-    // Rows without an adapter have the bits that they have where nobody has one.
-    let alike = plan
-        .iter()
-        .enumerate()
-        .map(|(index, _)| &sequences[index % 2]);
-    let base = logits(&decoder, &PackedBatch::from_sequences(alike));
-    for segment in [1, 4].map(|index| batch.segments()[index].clone()) {
-        assert_eq!(found[segment.clone()], base[segment]);
-    }
-    let off = decoder.hidden(&batch, Adapters::Off).unwrap();
-    assert_eq!(rows(&decoder.logits(&off).unwrap()), base);
-
-    // With a cache, a token at a time: what the whole pass gives.
-    let mut cache = decoder.new_cache(1000);
-    let cached: Vec<RowId> = plan.iter().map(|_| cache.add_row()).collect();
-    let mut steps = vec![Vec::new(); plan.len()];
-    let pairs = sequences[0].iter().zip(&sequences[1]);
-    for (position, (&even, &odd)) in pairs.enumerate() {
-        let mut step = PackedBatch::new();
-        for (index, adapter) in plan.into_iter().enumerate() {
-            let token = if index % 2 == 0 { even } else { odd };
-            step.push_adapted(&[token], position, adapter.map(|adapter| ids[adapter]));
-        }
-        let hidden = decoder.hidden_cached(&step, &mut cache, &cached).unwrap();
-        for (found, row) in steps
-            .iter_mut()
-            .zip(rows(&decoder.logits(&hidden).unwrap()))
-        {
-            found.push(row);
-        }
-    }
-    for (segment, steps) in batch.segments().iter().zip(&steps) {
-        let whole = &found[segment.start..segment.start + steps.len()];
-        assert_close(
-            steps,
-            whole,
-            if is_fused { f64::MIN_POSITIVE } else { 1e-12 },
-        );
-    }
-}
-
-#[test]
-fn a_served_adapter_has_the_bits_of_the_trained_one() {
-    let trained = decoder(ModelType::Qwen2, DType::F32, &lora());
-    let base = build(toy(ModelType::Qwen2), DType::F32, &Trainable::Frozen, true);
-    let id = base
-        .add_adapter("policy", &trained.adapter(None).unwrap())
-        .unwrap();
-    let tokens = random_tokens(40, 19, 3);
-    let mut batch = PackedBatch::new();
-    batch.push_adapted(&tokens[..20], 0, Some(id));
-    // A child has its parent's adapter.
-    batch.push_child(0, &tokens[20..]);
-    let expected = logits(&trained, &PackedBatch::from_sequences([&tokens]));
-    assert_eq!(logits(&base, &batch), expected);
-}
-
-#[test]
-fn adapters_are_named_checked_and_held() {
-    let decoder = build(toy(ModelType::Qwen3), DType::F32, &Trainable::Frozen, true);
-    let [adapter, _] = toy_adapters();
-    let id = decoder.add_adapter("one", &adapter).unwrap();
-    assert_eq!(decoder.adapters(), [(id, "one".to_owned())]);
-    let error = decoder.add_adapter("one", &adapter).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .starts_with("there is an adapter `one` already")
-    );
-    let lease = decoder.lease_adapter(id).unwrap();
-    assert_eq!((lease.id(), lease.name()), (id, "one"));
-    let error = decoder.remove_adapter(id).unwrap_err();
-    assert!(error.to_string().starts_with("adapter `one` is in use"));
-    drop(lease);
-    decoder.remove_adapter(id).unwrap();
-    let mut batch = PackedBatch::new();
-    batch.push_adapted(&[1], 0, Some(id));
-    for error in [
-        decoder.remove_adapter(id).unwrap_err(),
-        decoder.lease_adapter(id).unwrap_err(),
-        decoder.hidden(&batch, Adapters::On).unwrap_err(),
-    ] {
-        assert_eq!(error.to_string(), "unknown adapter 0");
-    }
-    let error = decoder.forward(&batch, false).unwrap_err();
-    assert!(matches!(error, ModelError::Mismatch { .. }), "{error}");
-
-    let refused = |change: &dyn Fn(&mut LoraAdapter)| {
-        let mut adapter = adapter.clone();
-        change(&mut adapter);
-        decoder
-            .add_adapter("bad", &adapter)
-            .unwrap_err()
-            .to_string()
-    };
-    let a = "model.layers.0.mlp.up_proj.lora_A.weight";
-    let b = "model.layers.0.mlp.up_proj.lora_B.weight";
-    assert_eq!(
-        refused(&|adapter| drop(adapter.tensors.remove(b))),
-        format!("missing tensor `{b}`")
-    );
-    assert_eq!(
-        refused(&|adapter| {
-            let tensor = adapter.tensors[b].clone();
-            adapter.tensors.insert(a.to_owned(), tensor);
-        }),
-        format!("tensor `{a}` has shape [20, 3], expected [20, 12]")
-    );
-    let lost = refused(&|adapter| {
-        let tensor = adapter.tensors[b].clone();
-        let name = "model.layers.9.mlp.up_proj.lora_A.weight".to_owned();
-        adapter.tensors.insert(name, tensor);
-    });
-    assert!(
-        lost.starts_with("unexpected tensor `model.layers.9"),
-        "{lost}"
-    );
-    let trained = self::decoder(ModelType::Qwen3, DType::F32, &lora());
-    let error = trained.add_adapter("two", &adapter).unwrap_err();
-    assert!(
-        error.to_string().starts_with("unsupported `adapter`"),
-        "{error}"
-    );
-    let [_, own_ranks] = toy_adapters();
-    let error = trained.load_adapter(&own_ranks).unwrap_err();
-    assert!(
-        error.to_string().starts_with("unsupported `rank_pattern`"),
-        "{error}"
-    );
 }
 
 #[test]

@@ -247,3 +247,6 @@ pub(crate) fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     }
     shapes
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,6 +11,9 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::linear::{Linear, Lora};
 use super::{Adapters, ModelError, PackedBatch};
 
+#[cfg(test)]
+mod tests;
+
 /// Names one adapter of a decoder; numbers are never used again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AdapterId(u64);
