@@ -19,6 +19,8 @@ use std::sync::Arc;
 
 pub use json::to_python_json;
 pub use message::{Message, Role, ToolCall, ToolSpec};
+#[cfg(any(fuzzing, test))]
+pub use template::fuzz_template;
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
 pub use tool_parser::{
     ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_calls, parse_turn,
@@ -50,6 +52,15 @@ pub enum ChatError {
         /// What the template engine said, with the line.
         #[source]
         source: Arc<minijinja::Error>,
+    },
+    /// The template loops for ever, or makes texts without end.
+    #[error(
+        "chat template was stopped: it took more than {limit} steps, one for an instruction or for 64 \
+         bytes of text"
+    )]
+    OutOfFuel {
+        /// The most steps of a rendering.
+        limit: u64,
     },
     /// The template refused the conversation through `raise_exception`.
     #[error("chat template refused the conversation: {message}")]

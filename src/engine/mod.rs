@@ -48,6 +48,8 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use error::EngineError;
+#[cfg(any(fuzzing, test))]
+pub use gguf::fuzz_gguf;
 pub use handle::{
     BusyError, EngineHandle, EngineStatus, GenerateEvent, GenerateRequest, GeneratedToken,
     Generation,
@@ -62,7 +64,7 @@ pub use text_stream::{StopText, TextStream};
 pub use tokenizer::{Detokenizer, Tokenizer};
 
 use model::ops::KEYS_PER_BLOCK;
-use model::{Decoder, PackedBatch};
+use model::{AdapterId, AdapterLease, Decoder, PackedBatch};
 use scheduler::Scheduled;
 use sequence::{Ending, Sequence, State};
 
@@ -379,6 +381,46 @@ impl Engine {
         Ok(())
     }
 
+    /// Sets the adapter of a sequence that was just added or is paused, one that was added to the
+    /// decoder beside its weights; `None` is the weights alone. Sequences of its group that wait for
+    /// its prompt get it, too.
+    ///
+    /// Keys and values belong to one adapter: those of another one are forgotten and computed again.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or within a turn, or if there is no such adapter.
+    pub fn set_adapter(
+        &mut self,
+        id: SequenceId,
+        adapter: Option<AdapterId>,
+    ) -> Result<(), EngineError> {
+        let lease = adapter.map(|id| self.decoder.lease_adapter(id));
+        let lease = lease.transpose()?;
+        let sequence = self.sequence_mut(id)?;
+        if sequence.state != State::Paused && (sequence.cached > 0 || sequence.is_within_turn()) {
+            return Err(EngineError::StillGenerating { id });
+        }
+        if sequence.state == State::Follower {
+            // It no longer continues from its leader's prompt.
+            sequence.state = State::Running;
+            for other in self.sequences.values_mut() {
+                other.followers.retain(|follower| *follower != id);
+            }
+        }
+        let sequence = self.sequence_mut(id)?;
+        let row = sequence.row.take();
+        sequence.cached = 0;
+        let group: Vec<SequenceId> = [id]
+            .into_iter()
+            .chain(sequence.followers.iter().copied())
+            .collect();
+        for member in group {
+            self.sequence_mut(member)?.use_adapter(lease.clone());
+        }
+        Ok(row.map_or(Ok(()), |row| self.cache.free(row))?)
+    }
+
     /// Forgets a sequence, running or not, and frees its part of the cache.
     ///
     /// # Errors
@@ -463,7 +505,9 @@ impl Engine {
         for scheduled in planned {
             let sequence = &self.sequences[&scheduled.id];
             let pending = sequence.pending();
-            let segment = batch.push(&pending[..scheduled.take], sequence.cached);
+            let adapter = sequence.adapter.as_ref().map(AdapterLease::id);
+            let tokens = &pending[..scheduled.take];
+            let segment = batch.push_adapted(tokens, sequence.cached, adapter);
             rows.push(sequence.row.expect("planned sequences have a row"));
             if scheduled.take == pending.len() {
                 complete.push((scheduled.id, segment.end - 1));

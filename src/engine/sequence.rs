@@ -6,6 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache::RowId;
+use super::model::AdapterLease;
 use super::model::ops::KEYS_PER_BLOCK;
 use super::prefix_cache::PrefixHash;
 use super::sampling::{History, Row, Sampled};
@@ -121,6 +122,9 @@ pub(super) struct Sequence {
     /// Sequences with the same prompt that start from this one's row.
     pub(super) followers: Vec<SequenceId>,
     pub(super) params: SamplingParams,
+    /// An adapter from beside the weights. Its keys and values are of no use to another one:
+    /// [`Self::use_adapter`].
+    pub(super) adapter: Option<AdapterLease>,
     pub(super) random: ChaCha8Rng,
     /// Tokens that the sequence was added with.
     prompt_len: usize,
@@ -158,6 +162,7 @@ impl Sequence {
             state: State::Running,
             followers: Vec::new(),
             params,
+            adapter: None,
             random: seed.generator(),
             chain: Vec::new(),
             kept_blocks: 0,
@@ -177,6 +182,7 @@ impl Sequence {
             state: State::Paused,
             followers: Vec::new(),
             params: self.params.clone(),
+            adapter: self.adapter.clone(),
             random: seed.generator(),
             prompt_len: self.prompt_len,
             chain: self.chain.clone(),
@@ -187,6 +193,11 @@ impl Sequence {
                 ..Turn::default()
             },
         }
+    }
+
+    /// Returns whether tokens of the current turn have been sampled.
+    pub(super) fn is_within_turn(&self) -> bool {
+        self.tokens.len() > self.turn.start
     }
 
     /// Returns the tokens that the cache does not hold yet.
@@ -211,13 +222,18 @@ impl Sequence {
         &self.chain[..blocks]
     }
 
-    /// Returns what the keys and values depend on besides the tokens and the weights: nothing.
-    #[expect(
-        clippy::unused_self,
-        reason = "a sequence's own weights, such as an adapter, belong here"
-    )]
+    /// Returns what the keys and values depend on besides the tokens and the weights: the adapter.
     fn prefix_namespace(&self) -> u64 {
-        0
+        let number = |lease: &AdapterLease| lease.id().number() + 1;
+        self.adapter.as_ref().map_or(0, number)
+    }
+
+    /// Sets the adapter. What was found for another one in the prefix cache is of no use.
+    pub(super) fn use_adapter(&mut self, adapter: Option<AdapterLease>) {
+        self.adapter = adapter;
+        self.chain.clear();
+        self.kept_blocks = 0;
+        self.prefix_hit_tokens = None;
     }
 
     /// Returns what the next token is sampled with: `logits`, `[vocab]`, and all that is known here.

@@ -6,7 +6,7 @@ mod turns;
 use candle_core::Device;
 use proptest::prelude::*;
 
-use super::model::{Adapters, ModelConfig, ModelType, Trainable, random_weights};
+use super::model::{Adapters, ModelConfig, ModelType, RopeScaling, Trainable, random_weights};
 use super::*;
 
 const STOP: u32 = 3;
@@ -24,6 +24,9 @@ fn toy_config() -> ModelConfig {
         max_position_embeddings: 512,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_id: vec![STOP],
