@@ -212,6 +212,8 @@ fn every_key() -> RunConfig {
     config.task.eval_split = Some(crate::task::Split::Test);
     config.task.grader = Some(String::new());
     config.task.limit = Some(1);
+    config.rollout.max_thinking_tokens = Some(1);
+    config.rollout.tool_call_format = Some(crate::chat::ToolCallFormat::Hermes);
     config.rollout.system_prompt = Some(String::new());
     config.trainer.dual_clip = Some(3.0);
     config.trainer.sampler_correction_min = Some(0.0);

@@ -18,7 +18,7 @@ use super::summary::{Difference, Measured, Summary};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
 use crate::config::RunConfig;
-use crate::engine::{Engine, EngineConfig};
+use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
@@ -240,12 +240,14 @@ pub fn train(
             report => report?,
         };
     }
+    let collector = workbench.collector(config.rollout.temperature);
+    collector.sampling.check_trainable()?;
     let mut draws = TaskDraws {
         config,
         policy,
         workbench,
         tasks: &tasks,
-        collector: workbench.collector(config.rollout.temperature),
+        collector,
         stop: options.stop,
         drawn: run.progress.batches_drawn,
     };
@@ -447,6 +449,7 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
     let engine = EngineConfig {
         max_cache_tokens: config.rollout.max_cache_tokens,
         max_context: config.rollout.max_total_tokens,
+        prefix_caching: PrefixCaching::Prompts,
         ..EngineConfig::default()
     };
     Ok(Engine::new(Arc::clone(&policy.decoder), engine)?)
