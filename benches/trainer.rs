@@ -6,7 +6,8 @@
 use candle_core::{DType, Device};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use wardian::engine::model::{
-    Decoder, LoraConfig, ModelConfig, ModelType, PackedBatch, Trainable, random_weights,
+    Decoder, LoraConfig, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable,
+    random_weights,
 };
 use wardian::trainer::{
     AdamW, AdamWConfig, LossConfig, PassConfig, TrainSequence, accumulate_policy_gradient, pack,
@@ -29,6 +30,9 @@ fn tiny() -> ModelConfig {
         max_position_embeddings: 512,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_id: vec![0],

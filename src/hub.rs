@@ -4,8 +4,10 @@
 //! `HF_HOME` or `HF_HUB_CACHE` (where the cache is), `HF_HUB_OFFLINE` (cache only), `HF_TOKEN`
 //! (else the token file of `hf auth login`), `HF_ENDPOINT`.
 
+use std::collections::BTreeSet;
 use std::fmt;
-use std::path::PathBuf;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
@@ -13,6 +15,9 @@ use hf_hub::{Cache, Repo, RepoType};
 
 /// Failed downloads are tried again this often.
 const RETRIES: usize = 3;
+
+/// Most of an index of shards that is read; one with 90,000 tensors has 9 MB.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 
 /// Something that could not be had from the hub.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +61,12 @@ pub enum HubError {
         /// The client's reason.
         #[source]
         source: Box<ApiError>,
+    },
+    /// An index of weights cannot be read.
+    #[error("failed to read the shards' names in `{path}`; is the download complete?")]
+    Index {
+        /// The index file.
+        path: PathBuf,
     },
     /// The repository has no such file.
     #[error("`{repository}` has no file `{file}`")]
@@ -149,10 +160,22 @@ impl fmt::Debug for Hub {
 impl Hub {
     /// Returns the hub that the environment describes.
     pub fn from_env() -> Self {
-        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let cache = match set("HF_HUB_CACHE") {
-            Some(path) => Cache::new(path.into()),
-            None => Cache::from_env(),
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    fn from_variables(read: impl Fn(&str) -> Option<String>) -> Self {
+        let set = |name: &str| read(name).filter(|value| !value.is_empty());
+        let path = |name: &str| set(name).map(PathBuf::from);
+        let home = path("HF_HOME").or_else(|| {
+            let cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
+            Some(cache?.join("huggingface"))
+        });
+        let folder = path("HF_HUB_CACHE").or_else(|| Some(home.as_ref()?.join("hub")));
+        let cache = folder.map_or_else(Cache::default, Cache::new);
+        let token_file = path("HF_TOKEN_PATH").or_else(|| Some(home?.join("token")));
+        let stored = || {
+            let text = fs_err::read_to_string(token_file?).ok()?;
+            Some(text.trim().to_owned()).filter(|token| !token.is_empty())
         };
         let is_true = |value: String| {
             matches!(
@@ -161,7 +184,7 @@ impl Hub {
             )
         };
         Self {
-            token: set("HF_TOKEN").or_else(|| cache.token()),
+            token: set("HF_TOKEN").or_else(stored),
             offline: set("HF_HUB_OFFLINE").is_some_and(is_true),
             cache,
         }
@@ -221,19 +244,12 @@ impl Hub {
                 .map(|sibling| sibling.rfilename)
                 .collect());
         }
-        let repo = self.cache.repo(to_repo(repository, kind));
         let missing = || HubError::Offline {
             repository: repository.clone(),
             file: "(list of files)".to_owned(),
             cache: self.cache.path().clone(),
         };
-        let folder = self
-            .cache
-            .path()
-            .join(to_repo(repository, kind).folder_name());
-        let reference = folder.join("refs").join(&repository.revision);
-        let commit = fs_err::read_to_string(reference).map_err(|_| missing())?;
-        let snapshot = repo.pointer_path(commit.trim());
+        let snapshot = self.snapshot(repository, kind).ok_or_else(missing)?;
         let mut names = Vec::new();
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {
@@ -278,11 +294,9 @@ impl Hub {
         }
         const INDEX: &str = "model.safetensors.index.json";
         if has(INDEX) {
-            self.file(repository, KIND, INDEX)?;
-            let is_shard =
-                |name: &&String| name.starts_with("model-") && name.ends_with(".safetensors");
-            for shard in names.iter().filter(is_shard) {
-                self.file(repository, KIND, shard)?;
+            let index = self.file(repository, KIND, INDEX)?;
+            for shard in shards(&index)? {
+                self.file(repository, KIND, &shard)?;
             }
         } else if has("model.safetensors") {
             self.file(repository, KIND, "model.safetensors")?;
@@ -315,10 +329,7 @@ impl Hub {
         for name in names.iter().filter(is_data) {
             let path = self.file(repository, KIND, name)?;
             let depth = name.split('/').count();
-            folder = path
-                .ancestors()
-                .nth(depth)
-                .map(std::path::Path::to_path_buf);
+            folder = path.ancestors().nth(depth).map(Path::to_path_buf);
         }
         folder.ok_or_else(|| HubError::NoSuchFile {
             repository: repository.clone(),
@@ -327,7 +338,24 @@ impl Hub {
     }
 
     fn cached(&self, repository: &HubRepo, kind: HubRepoKind, file: &str) -> Option<PathBuf> {
-        self.cache.repo(to_repo(repository, kind)).get(file)
+        let path = self.snapshot(repository, kind)?.join(file);
+        path.exists().then_some(path)
+    }
+
+    /// Returns the folder of a revision's files, if the cache has one.
+    fn snapshot(&self, repository: &HubRepo, kind: HubRepoKind) -> Option<PathBuf> {
+        let folder = self
+            .cache
+            .path()
+            .join(to_repo(repository, kind).folder_name());
+        // A branch or a tag is a file with the commit; a commit is a snapshot's own name.
+        let reference = folder.join("refs").join(&repository.revision);
+        let commit = fs_err::read_to_string(reference);
+        let commit = commit.unwrap_or_else(|_| repository.revision.clone());
+        let commit = commit.trim();
+        let is_name = !commit.is_empty() && commit.chars().all(|c| c.is_ascii_alphanumeric());
+        let snapshot = folder.join("snapshots").join(commit);
+        (is_name && snapshot.is_dir()).then_some(snapshot)
     }
 
     fn api(&self, repository: &HubRepo, kind: HubRepoKind) -> Result<ApiRepo, ApiError> {
@@ -348,6 +376,23 @@ fn to_repo(repository: &HubRepo, kind: HubRepoKind) -> Repo {
         HubRepoKind::Dataset => RepoType::Dataset,
     };
     Repo::with_revision(repository.name.clone(), kind, repository.revision.clone())
+}
+
+/// Returns the files that an index of shards names.
+fn shards(index: &Path) -> Result<BTreeSet<String>, HubError> {
+    let damaged = || HubError::Index {
+        path: index.to_owned(),
+    };
+    let file = fs_err::File::open(index).map_err(|_| damaged())?;
+    let mut bytes = Vec::new();
+    (file.take(MAX_INDEX_BYTES).read_to_end(&mut bytes)).map_err(|_| damaged())?;
+    let index: serde_json::Value = serde_json::from_slice(&bytes).map_err(|_| damaged())?;
+    let map = index.get("weight_map").and_then(|map| map.as_object());
+    let shards = map.ok_or_else(damaged)?.values();
+    (shards
+        .map(|shard| Some(shard.as_str()?.to_owned()))
+        .collect::<Option<_>>())
+    .ok_or_else(damaged)
 }
 
 fn check_file(file: &str) -> Result<(), HubError> {
@@ -416,6 +461,74 @@ mod tests {
             .files(&"owner/none".parse().unwrap(), HubRepoKind::Model)
             .unwrap_err();
         assert!(error.to_string().contains("HF_HUB_OFFLINE"), "{error}");
+    }
+
+    #[test]
+    fn every_shard_of_the_index_is_wanted() {
+        let cache = cache_with(&["config.json", "a.safetensors"]);
+        let snapshot = cache.path().join("models--owner--toy/snapshots/abc");
+        let index = snapshot.join("model.safetensors.index.json");
+        let hub = Hub::offline(cache.path());
+        let repository: HubRepo = "owner/toy".parse().unwrap();
+        let map = r#"{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}"#;
+        fs_err::write(&index, map).unwrap();
+        let message = hub.model_folder(&repository).unwrap_err().to_string();
+        assert!(message.starts_with("`b.safetensors` of `owner/toy` is not in the cache"));
+        fs_err::write(snapshot.join("b.safetensors"), "").unwrap();
+        assert_eq!(hub.model_folder(&repository).unwrap(), snapshot);
+        for damaged in ["{", "{}", r#"{"weight_map": {"x": 1}}"#] {
+            fs_err::write(&index, damaged).unwrap();
+            let error = hub.model_folder(&repository).unwrap_err();
+            assert!(matches!(error, HubError::Index { .. }), "{error}");
+        }
+        fs_err::write(&index, r#"{"weight_map": {"x": "../a"}}"#).unwrap();
+        let error = hub.model_folder(&repository).unwrap_err();
+        assert!(matches!(error, HubError::InvalidFile { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_commit_names_its_snapshot() {
+        let cache = cache_with(&["config.json"]);
+        let hub = Hub::offline(cache.path());
+        let file = |name: &str| {
+            let repository = name.parse().unwrap();
+            hub.file(&repository, HubRepoKind::Model, "config.json")
+        };
+        assert_eq!(file("owner/toy@abc").unwrap(), file("owner/toy").unwrap());
+        file("owner/toy@def").unwrap_err();
+        // A reference that leads elsewhere leads nowhere.
+        let reference = cache.path().join("models--owner--toy/refs/main");
+        fs_err::write(reference, "../snapshots/abc").unwrap();
+        file("owner/toy").unwrap_err();
+    }
+
+    #[test]
+    fn the_environment_is_that_of_the_python_tools() {
+        let home = tempfile::tempdir().unwrap();
+        fs_err::create_dir_all(home.path().join("huggingface")).unwrap();
+        fs_err::write(home.path().join("huggingface/token"), "hf_stored\n").unwrap();
+        let hub = |variables: &[(&str, &str)]| {
+            let home = home.path().to_string_lossy().into_owned();
+            Hub::from_variables(|name| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                let found = found.map(|(_, value)| (*value).to_owned());
+                found.or_else(|| (name == "XDG_CACHE_HOME").then(|| home.clone()))
+            })
+        };
+        let plain = hub(&[]);
+        assert_eq!(*plain.cache.path(), home.path().join("huggingface/hub"));
+        assert_eq!(plain.token.as_deref(), Some("hf_stored"));
+        assert!(!plain.offline);
+        let own = hub(&[("HF_HOME", "/models"), ("HF_TOKEN", "hf_own")]);
+        assert_eq!(*own.cache.path(), Path::new("/models/hub"));
+        assert_eq!(own.token.as_deref(), Some("hf_own"));
+        let offline = hub(&[
+            ("HF_HUB_CACHE", "/cache"),
+            ("HF_HOME", "/models"),
+            ("HF_HUB_OFFLINE", "1"),
+        ]);
+        assert_eq!(*offline.cache.path(), Path::new("/cache"));
+        assert_eq!((offline.token, offline.offline), (None, true));
     }
 
     #[test]

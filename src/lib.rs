@@ -11,6 +11,7 @@ pub mod env;
 pub mod eval;
 pub mod grader;
 pub mod hub;
+pub mod openai;
 pub mod rollout;
 pub mod run;
 pub mod sandbox;

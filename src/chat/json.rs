@@ -13,6 +13,9 @@ use minijinja::{Error, ErrorKind};
 /// Deepest accepted nesting; `serde_json` reads at most 128.
 const MAX_DEPTH: usize = 256;
 
+/// Longest text that a template may make at a time; its schemas and arguments have kilobytes.
+const MAX_FILTER_BYTES: usize = 16 << 20;
+
 /// Returns `value` as Python's `json.dumps(value, ensure_ascii=False)` prints it.
 ///
 /// ```
@@ -25,7 +28,7 @@ const MAX_DEPTH: usize = 256;
 pub fn to_python_json(value: &serde_json::Value) -> String {
     // A `serde_json::Value` holds no callable, byte string or invalid value and JSON numbers are
     // finite; a tree that is too deep cannot come out of serde_json's parser.
-    Writer::new(Style::default())
+    Writer::new(Style::default(), usize::MAX)
         .finish(&Value::from(Serde(value)))
         .unwrap_or_else(|_| value.to_string())
 }
@@ -56,7 +59,9 @@ pub(super) fn tojson_filter(value: &Value, arguments: Kwargs) -> Result<Value, E
         },
     };
     arguments.assert_all_used()?;
-    Writer::new(style).finish(value).map(Value::from)
+    Writer::new(style, MAX_FILTER_BYTES)
+        .finish(value)
+        .map(Value::from)
 }
 
 struct Style {
@@ -83,14 +88,17 @@ struct Writer {
     out: String,
     style: Style,
     depth: usize,
+    /// Longest text.
+    limit: usize,
 }
 
 impl Writer {
-    fn new(style: Style) -> Self {
+    fn new(style: Style, limit: usize) -> Self {
         Self {
             out: String::new(),
             style,
             depth: 0,
+            limit,
         }
     }
 
@@ -159,23 +167,34 @@ impl Writer {
             if index > 0 {
                 self.out.push_str(&self.style.item_separator);
             }
-            self.break_line();
+            self.break_line()?;
             write_item(self, item)?;
         }
         self.depth -= 1;
         if !items.is_empty() {
-            self.break_line();
+            self.break_line()?;
         }
         self.out.push(close);
         Ok(())
     }
 
-    fn break_line(&mut self) {
-        if let Some(indent) = self.style.indent {
-            self.out.push('\n');
-            self.out
-                .extend(std::iter::repeat_n(' ', indent * self.depth));
+    /// Breaks the line if the style has lines. Fails where the text becomes too long.
+    fn break_line(&mut self) -> Result<(), Error> {
+        let blanks = self
+            .style
+            .indent
+            .map_or(Some(0), |indent| indent.checked_mul(self.depth));
+        let length = blanks.and_then(|blanks| blanks.checked_add(self.out.len()));
+        if length.is_none_or(|length| length > self.limit) {
+            let detail = format!("JSON has more than {} bytes", self.limit);
+            return Err(Error::new(ErrorKind::InvalidOperation, detail));
         }
+        if self.style.indent.is_some() {
+            self.out.push('\n');
+            let blanks = blanks.unwrap_or_default();
+            self.out.extend(std::iter::repeat_n(' ', blanks));
+        }
+        Ok(())
     }
 
     fn write_number(&mut self, value: &Value) -> Result<(), Error> {

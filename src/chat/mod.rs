@@ -4,7 +4,8 @@
 //! - [`ChatTemplate`] turns a conversation into the exact text that Hugging Face's
 //!   `apply_chat_template` would produce, plus the places in it that quote outside text
 //!   ([`RenderedChat::literal`]): there, the spelling of a control token is only text.
-//! - [`parse_turn`] reads what the model wrote back into reasoning, content and tool calls.
+//! - [`parse_turn_as`] reads what the model wrote back into reasoning, content and tool calls, in the
+//!   [`ToolCallFormat`] of its chat template.
 //!
 //! In a multi-turn episode the sampled ids are kept and only [`ChatTemplate::tool_suffix`] is
 //! tokenised: decoding and encoding again may give other ids than the ones that were sampled.
@@ -18,8 +19,13 @@ use std::sync::Arc;
 
 pub use json::to_python_json;
 pub use message::{Message, Role, ToolCall, ToolSpec};
+#[cfg(any(fuzzing, test))]
+pub use template::fuzz_template;
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
-pub use tool_parser::{ParsedTurn, ToolCallError, parse_turn};
+pub use tool_parser::{
+    ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_calls, parse_turn,
+    parse_turn_as,
+};
 
 /// A chat template that could not be read or rendered.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -46,6 +52,15 @@ pub enum ChatError {
         /// What the template engine said, with the line.
         #[source]
         source: Arc<minijinja::Error>,
+    },
+    /// The template loops for ever, or makes texts without end.
+    #[error(
+        "chat template was stopped: it took more than {limit} steps, one for an instruction or for 64 \
+         bytes of text"
+    )]
+    OutOfFuel {
+        /// The most steps of a rendering.
+        limit: u64,
     },
     /// The template refused the conversation through `raise_exception`.
     #[error("chat template refused the conversation: {message}")]

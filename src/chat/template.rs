@@ -26,6 +26,14 @@ use super::{ChatError, Message, Role, ToolCall, ToolSpec};
 /// Longest accepted template source; the longest in use have about 20 KB.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
+/// Most steps of one rendering, each an instruction or 64 bytes of text: some 256 MB of text and less
+/// than a second. A conversation of 1 MB takes some 100,000.
+const MAX_FUEL: u64 = 4_000_000;
+
+/// Deepest nesting of blocks, calls of macros counting for five. Such frames are large, and threads
+/// have stacks of 2 MiB.
+const MAX_RECURSION: usize = 100;
+
 const TEMPLATE_NAME: &str = "chat_template";
 
 /// Text for the tokenizer, with the places that quote control tokens.
@@ -130,6 +138,9 @@ impl ChatTemplate {
         );
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        // Templates come with models, and a model may come from anywhere.
+        environment.set_fuel(Some(MAX_FUEL));
+        environment.set_recursion_limit(MAX_RECURSION);
         environment.add_filter("tojson", tojson_filter);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", move |format: String| {
@@ -180,8 +191,8 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`ChatError::Refused`] when the template calls `raise_exception`, [`ChatError::Render`]
-    /// when it fails otherwise.
+    /// [`ChatError::Refused`] when the template calls `raise_exception`, [`ChatError::OutOfFuel`]
+    /// when it does not end, [`ChatError::Render`] when it fails otherwise.
     pub fn render(
         &self,
         messages: &[Message],
@@ -436,6 +447,9 @@ fn raise_exception(message: String) -> Result<minijinja::Value, Error> {
 }
 
 fn render_error(error: Error) -> ChatError {
+    if error.kind() == ErrorKind::OutOfFuel {
+        return ChatError::OutOfFuel { limit: MAX_FUEL };
+    }
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     while let Some(current) = cause {
         if let Some(TemplateException(message)) = current.downcast_ref() {
@@ -458,12 +472,13 @@ fn replace_generation_tags(source: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else {
+        // Behind the opening, of which the sign may not serve twice.
+        let Some(length) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(end + 2);
-        let inner = &tag[2..end];
+        let (tag, after) = tag.split_at(length + 4);
+        let inner = &tag[2..length + 2];
         let name = inner.trim_matches(['-', '+']).trim();
         let replacement = match name {
             "generation" => Some("if true"),
@@ -484,8 +499,45 @@ fn replace_generation_tags(source: &str) -> String {
     out
 }
 
+/// Renders a conversation with any template, for fuzzing: the template's source, a zero byte, and what
+/// the user says. Quoted control tokens change no text.
+///
+/// # Panics
+///
+/// Panics if they do, or if a quoted range is none of the text's.
+#[cfg(any(fuzzing, test))]
+pub fn fuzz_template(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let (source, content) = text.split_once('\0').unwrap_or((&text, "<|end|>"));
+    let date = "2026-11-29T12:00:00[UTC]".parse().expect("a date");
+    let Ok(plain) = ChatTemplate::with_date(source, date) else {
+        return;
+    };
+    let guarded = (plain.clone()).with_control_tokens(vec!["<|end|>".to_owned()], Vec::new());
+    let tool = ToolSpec::new("f", content, serde_json::json!({"type": "object"}));
+    let messages = [Message::user(content), Message::assistant(content)];
+    for tools in [&[][..], &[tool]] {
+        let options = RenderOptions::prompt();
+        let found = plain.render(&messages, tools, &options);
+        let quoted = guarded.render(&messages, tools, &options);
+        if let Ok(chat) = quoted {
+            for range in &chat.literal {
+                assert!(chat.text.get(range.clone()).is_some(), "{range:?}");
+            }
+            // A template may ask for a text's length or parts, where a guard shows.
+            let copies = !source.contains(['|', '[', '(', '.', '=', '<', '>', '%']);
+            if let (true, Ok(found)) = (copies, found) {
+                assert_eq!(found.text, chat.text);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use rstest::rstest;
+
     use super::*;
 
     const PLAIN: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\n{% endfor %}\
@@ -582,6 +634,7 @@ mod tests {
             "a{%- if true %}b{% endif -%}c{% if x %}"
         );
         assert_eq!(replace_generation_tags("{% generation"), "{% generation");
+        assert_eq!(replace_generation_tags("{%}}%}"), "{%}}%}");
     }
 
     #[test]
@@ -593,5 +646,65 @@ mod tests {
         options.extra.insert("flavour".to_owned(), "mint".into());
         let chat = template.render(&[], &[], &options).unwrap();
         assert_eq!(chat.text, "<s>mintTrue");
+    }
+
+    /// What would take for ever, all memory or all of the stack is stopped.
+    #[rstest]
+    #[case::nested_loops(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )]
+    #[case::doubling(
+        "{% set n = namespace(t='xxxxxxxx') %}\
+                      {% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
+    )]
+    #[case::long_output("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}")]
+    #[case::macro_without_end("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")]
+    #[case::two_macros(
+        "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}\
+                        {{ f() }}"
+    )]
+    #[case::recursive_loop("{% for m in [[0]] recursive %}{{ loop([[0]]) }}{% endfor %}")]
+    #[case::itself("{% include 'chat_template' %}")]
+    #[case::indented_json("{{ [1, 2]|tojson(indent=99999999999) }}")]
+    #[case::separated_json("{{ range(9999)|list|tojson(separators=['x' * 99999, ':']) }}")]
+    fn templates_without_end_are_stopped(#[case] source: &str) {
+        let start = std::time::Instant::now();
+        let template = ChatTemplate::new(source).unwrap();
+        let error = template
+            .render(&[Message::user("hi")], &[], &RenderOptions::default())
+            .unwrap_err();
+        assert!(
+            matches!(
+                error,
+                ChatError::OutOfFuel { .. } | ChatError::Render { .. }
+            ),
+            "{error}"
+        );
+        assert!(start.elapsed().as_secs() < 60);
+    }
+
+    #[test]
+    fn deep_sources_are_refused() {
+        for source in ["(".repeat(100_000), "{% if x %}".repeat(10_000)] {
+            let source = format!("{{{{ {source} }}}}");
+            ChatTemplate::new(&source).unwrap_err();
+        }
+        ChatTemplate::new(&"{% if x %}".repeat(10_000)).unwrap_err();
+    }
+
+    proptest! {
+        #[test]
+        fn any_template_is_survived(
+            parts in prop::collection::vec(
+                prop::sample::select(vec![
+                    "{{", "}}", "{%", "%}", " for m in messages ", " endfor ", " if ", " endif ",
+                    "m.content", "messages", "tools", "|tojson", "[0]", "loop", "<|end|>", "\0", " x ",
+                    " set ", "=", "~", "'", "namespace()", " macro f() ", " endmacro ", "f()", "é",
+                ]),
+                0..24,
+            ),
+        ) {
+            fuzz_template(parts.concat().as_bytes());
+        }
     }
 }

@@ -89,6 +89,18 @@ pub(super) struct ConfigArgs {
     pub(super) overrides: Vec<String>,
 }
 
+/// A model to talk to.
+#[derive(Debug, Clone, Args)]
+pub(super) struct ModelArgs {
+    /// Model: a Hugging Face folder, a GGUF file, a hub id or a run's adapter folder [default: the
+    /// carried starter model]
+    #[arg(long, value_name = "SOURCE")]
+    pub(super) model: Option<String>,
+    /// Override one key of the run file, such as `model.dtype="bf16"`; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub(super) overrides: Vec<String>,
+}
+
 /// What lets the interpreter start and a small program run.
 const MIN_MEMORY: ByteSize = ByteSize::mib(64);
 
@@ -135,7 +147,7 @@ impl LimitArgs {
 }
 
 /// Reads `2s`, `500ms` or `1m 30s`.
-fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration: jiff::SignedDuration = text
         .parse()
         .map_err(|error| format!("expected a time such as `2s` or `500ms`: {error}"))?;

@@ -62,6 +62,10 @@ enum Command {
     Sft(commands::sft::SftArgs),
     /// Measure a model's pass@k on a task set
     Eval(commands::eval::EvalArgs),
+    /// Talk to a model in the terminal, which may run Python in a sandbox
+    Chat(commands::chat::ChatArgs),
+    /// Serve a model with the OpenAI API
+    Serve(commands::serve::ServeArgs),
     /// Run one Python program in a fresh sandbox
     Exec(commands::exec::ExecArgs),
     /// Grade submissions against a task set
@@ -93,6 +97,8 @@ pub fn main() -> ExitCode {
         Command::Train(args) => commands::train::run(&args, &printer),
         Command::Sft(args) => commands::sft::run(&args, &printer),
         Command::Eval(args) => commands::eval::run(&args, &printer),
+        Command::Chat(args) => commands::chat::run(&args, &printer),
+        Command::Serve(args) => commands::serve::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Task(args) => commands::task::run(&args, &printer),

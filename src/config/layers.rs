@@ -203,6 +203,8 @@ fn every_key() -> RunConfig {
     config.task.eval_split = Some(crate::task::Split::Test);
     config.task.grader = Some(String::new());
     config.task.limit = Some(1);
+    config.rollout.max_thinking_tokens = Some(1);
+    config.rollout.tool_call_format = Some(crate::chat::ToolCallFormat::Hermes);
     config.rollout.system_prompt = Some(String::new());
     config.eval.limit = Some(1);
     config

@@ -20,6 +20,7 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::chat::ToolCallFormat;
 use crate::grader::RewardTerms;
 use crate::sandbox::{Meter, Restore, RuntimeName};
 use crate::task::Split;
@@ -172,6 +173,14 @@ pub struct RolloutConfig {
     pub temperature: f64,
     /// Whether the chat template lets the policy reason first; false unless given.
     pub enable_thinking: bool,
+    /// Tokens of reasoning in one turn, after which it is closed by tokens that are not learned from;
+    /// without limit unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_thinking_tokens: Option<usize>,
+    /// How the policy writes tool calls: `hermes`, `qwen_xml` or `llama3`; as its chat template says
+    /// unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_call_format: Option<ToolCallFormat>,
     /// Replaces the built-in system prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub system_prompt: Option<String>,
@@ -191,6 +200,8 @@ impl Default for RolloutConfig {
             max_cache_tokens: 65_536,
             temperature: 1.0,
             enable_thinking: false,
+            max_thinking_tokens: None,
+            tool_call_format: None,
             system_prompt: None,
             tool_output: ByteSize::kib(4),
         }

@@ -53,15 +53,6 @@ pub enum EngineError {
     /// The hub did not give the model.
     #[error(transparent)]
     Hub(#[from] HubError),
-    /// A GGUF file does not parse.
-    #[error("failed to read `{path}` as GGUF; is the download complete?")]
-    Gguf {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: Box<candle_core::Error>,
-    },
     /// A GGUF file lacks something or contradicts itself.
     #[error("malformed GGUF file `{path}`: `{key}` is {problem}")]
     GgufMalformed {
@@ -84,6 +75,18 @@ pub enum EngineError {
         /// What would be accepted.
         supported: &'static str,
     },
+    /// A tensor of a GGUF file has another shape than its metadata says.
+    #[error("tensor `{name}` of `{path}` has shape {found:?}, expected {expected:?}")]
+    GgufShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name in the file.
+        name: String,
+        /// From the metadata.
+        expected: Vec<usize>,
+        /// From the table of tensors.
+        found: Vec<usize>,
+    },
     /// A tensor of a GGUF file cannot be read.
     #[error("failed to read tensor `{name}` from `{path}`; is the download complete?")]
     GgufTensor {
@@ -96,10 +99,15 @@ pub enum EngineError {
         source: Box<candle_core::Error>,
     },
     /// The model has fewer embeddings than the tokenizer has tokens.
-    #[error("tokenizer has {tokenizer} tokens > {model} rows of the model's embedding")]
+    #[error(
+        "tokenizer does not fit the model in `{path}`: it has ids up to {tokenizer}, the model's \
+         embedding has {model} rows"
+    )]
     VocabularyMismatch {
-        /// Tokens of the tokenizer.
-        tokenizer: usize,
+        /// The folder or the file.
+        path: PathBuf,
+        /// The largest id.
+        tokenizer: u32,
         /// Rows of the embedding.
         model: usize,
     },
@@ -136,11 +144,30 @@ pub enum EngineError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A sampling parameter makes a distribution that a trainer cannot recompute.
+    #[error(
+        "`{field}` cannot be used in training: tokens would be drawn from another distribution \
+         than the one whose gradient is taken"
+    )]
+    NotTrainable {
+        /// The parameter.
+        field: &'static str,
+    },
+    /// Stop strings were asked of an engine that cannot read text.
+    #[error("`stop` needs a tokenizer; give the engine one with `Engine::set_tokenizer`")]
+    NoTokenizer,
     /// The model's logits are not numbers: the weights are damaged or training diverged.
     #[error("logits of sequence {id} are not finite; the weights have diverged or are damaged")]
     NonFiniteLogits {
         /// The sequence.
         id: SequenceId,
+    },
+
+    /// A step failed while it also served this request.
+    #[error("the engine failed: {message}")]
+    Step {
+        /// What it said.
+        message: String,
     },
 
     // === Requests ===
@@ -198,6 +225,7 @@ impl EngineError {
             Self::Model(error) => error.is_input(),
             Self::Tokenizer { .. }
             | Self::NonFiniteLogits { .. }
+            | Self::Step { .. }
             | Self::UnknownSequence { .. }
             | Self::StillGenerating { .. } => false,
             _ => true,

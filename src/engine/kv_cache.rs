@@ -4,12 +4,15 @@
 //! shared by reference count: [`KvCache::fork`] copies no token, and the first write to a shared
 //! block copies that block alone. So the completions of one prompt share its blocks.
 //!
+//! Full blocks stay behind as long as there is room ([`PrefixBlocks`]), under a name that says which
+//! tokens they and all before them hold: a row that begins with the same tokens takes them over.
+//!
 //! A row's numbers belong to the weights that made them. Whoever updates the weights frees the rows or
 //! accepts that their history is off-policy; the cache does not know.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -18,6 +21,10 @@ use super::model::ModelError;
 use super::model::ops::{
     HeadShape, KEYS_PER_BLOCK, KeyValues, Real, key_block_len, write_key_value,
 };
+use super::prefix_cache::{PrefixBlocks, PrefixHash};
+
+/// One of so many kept blocks goes together with one that has to.
+const SPARE_SHARE: usize = 32;
 
 /// Names one sequence of a [`KvCache`]. Numbers are never used again, so a stale one is noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -31,7 +38,21 @@ pub struct KvCache {
     max_tokens: usize,
     layers: usize,
     shape: HeadShape,
+    dtype: DType,
     blocks_in_use: Arc<AtomicUsize>,
+    prefixes: Prefixes,
+    /// How many kept blocks no row holds, until a row lets go of blocks or takes some over: counting
+    /// looks at each of them.
+    idle: OnceLock<usize>,
+}
+
+/// Full blocks that the next rows may begin with.
+#[derive(Debug)]
+enum Prefixes {
+    F32(PrefixBlocks<Block<f32>>),
+    F64(PrefixBlocks<Block<f64>>),
+    /// Rows of tensors have no blocks.
+    None,
 }
 
 #[derive(Debug)]
@@ -102,13 +123,21 @@ impl KvCache {
             (true, _) => Rows::F32(BTreeMap::new()),
             (false, _) => Rows::Tensors(BTreeMap::new()),
         };
+        let prefixes = match &rows {
+            Rows::F32(_) => Prefixes::F32(PrefixBlocks::default()),
+            Rows::F64(_) => Prefixes::F64(PrefixBlocks::default()),
+            Rows::Tensors(_) => Prefixes::None,
+        };
         let blocks_in_use = Arc::new(AtomicUsize::new(0));
         Self {
+            prefixes,
+            idle: OnceLock::new(),
             rows,
             next_row: 0,
             max_tokens,
             layers,
             shape,
+            dtype,
             blocks_in_use,
         }
     }
@@ -160,6 +189,7 @@ impl KvCache {
     ///
     /// Fails if `row` was freed before.
     pub fn free(&mut self, row: RowId) -> Result<(), ModelError> {
+        self.idle.take();
         let known = match &mut self.rows {
             Rows::F32(rows) => rows.remove(&row).is_some(),
             Rows::F64(rows) => rows.remove(&row).is_some(),
@@ -172,8 +202,71 @@ impl KvCache {
         }
     }
 
-    /// Forgets all rows, as after an update of the weights.
+    /// Adds a row that begins with the longest known prefix of the blocks that `chain` names;
+    /// returns how many tokens that is, too.
+    pub(super) fn add_row_with_prefix(&mut self, chain: &[PrefixHash]) -> (RowId, usize) {
+        self.idle.take();
+        let id = self.add_row();
+        let len = match (&mut self.rows, &mut self.prefixes) {
+            (Rows::F32(rows), Prefixes::F32(known)) => begin_with(rows, id, known.longest(chain)),
+            (Rows::F64(rows), Prefixes::F64(known)) => begin_with(rows, id, known.longest(chain)),
+            _ => 0,
+        };
+        (id, len)
+    }
+
+    /// Keeps the full blocks of a row at the places `range`, whose names are in `chain`, for rows
+    /// to come.
+    pub(super) fn keep_prefix(
+        &mut self,
+        row: RowId,
+        range: std::ops::Range<usize>,
+        chain: &[PrefixHash],
+    ) {
+        match (&self.rows, &mut self.prefixes) {
+            (Rows::F32(rows), Prefixes::F32(known)) => keep_blocks(rows, known, row, range, chain),
+            (Rows::F64(rows), Prefixes::F64(known)) => keep_blocks(rows, known, row, range, chain),
+            _ => {}
+        }
+    }
+
+    /// Returns whether rows can share prefixes: those in blocks can.
+    pub(super) fn shares_prefixes(&self) -> bool {
+        !matches!(self.prefixes, Prefixes::None)
+    }
+
+    /// Frees the blocks that no row holds.
+    pub(super) fn clear_prefixes(&mut self) {
+        self.idle.take();
+        match &mut self.prefixes {
+            Prefixes::F32(known) => known.clear(),
+            Prefixes::F64(known) => known.clear(),
+            Prefixes::None => {}
+        }
+    }
+
+    /// Returns how many blocks are kept that no row holds: they give way when room is needed.
+    fn idle_blocks(&self) -> usize {
+        *self.idle.get_or_init(|| match &self.prefixes {
+            Prefixes::F32(known) => known.idle(),
+            Prefixes::F64(known) => known.idle(),
+            Prefixes::None => 0,
+        })
+    }
+
+    /// Returns the bytes that one token takes.
+    pub(super) fn bytes_per_token(&self) -> usize {
+        let number = match &self.rows {
+            Rows::F32(_) => size_of::<f32>(),
+            Rows::F64(_) => size_of::<f64>(),
+            Rows::Tensors(_) => self.dtype.size_in_bytes(),
+        };
+        2 * self.layers * self.shape.key_width() * number
+    }
+
+    /// Forgets all rows and prefixes, as after an update of the weights.
     pub fn clear(&mut self) {
+        self.clear_prefixes();
         match &mut self.rows {
             Rows::F32(rows) => rows.clear(),
             Rows::F64(rows) => rows.clear(),
@@ -187,6 +280,7 @@ impl KvCache {
     ///
     /// Fails if `row` was freed, or if the tensor library does on another device than the CPU.
     pub fn truncate(&mut self, row: RowId, len: usize) -> Result<(), ModelError> {
+        self.idle.take();
         let unknown = ModelError::UnknownRow { row: row.0 };
         match &mut self.rows {
             Rows::F32(rows) => rows.get_mut(&row).ok_or(unknown)?.truncate(len),
@@ -228,14 +322,21 @@ impl KvCache {
         }
     }
 
-    /// Returns the number of tokens that memory is held for: shared blocks count once.
+    /// Returns the number of tokens that rows hold memory for: shared blocks count once, and
+    /// blocks that are kept for rows to come do not count.
     pub fn tokens_in_use(&self) -> usize {
         match &self.rows {
             Rows::F32(_) | Rows::F64(_) => {
-                self.blocks_in_use.load(Ordering::Relaxed) * KEYS_PER_BLOCK
+                (self.blocks_in_use.load(Ordering::Relaxed) - self.idle_blocks()) * KEYS_PER_BLOCK
             }
             Rows::Tensors(rows) => rows.values().map(|row| row.len).sum(),
         }
+    }
+
+    /// Returns the number of blocks that take memory, kept ones included.
+    #[cfg(test)]
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks_in_use.load(Ordering::Relaxed)
     }
 
     /// Returns the number of tokens that the cache may hold.
@@ -252,6 +353,7 @@ impl KvCache {
         let block_len = self.layers * self.shape.kv_heads * key_block_len(self.shape.head_dim);
         let in_use = Arc::clone(&self.blocks_in_use);
         let max_tokens = self.max_tokens;
+        let idle = self.idle_blocks();
         let rows = T::rows(&mut self.rows).ok_or(ModelError::Mismatch {
             what: "bits of the cache's numbers against the model's",
             found: 0,
@@ -263,10 +365,19 @@ impl KvCache {
             let row = rows.get(id).ok_or(ModelError::UnknownRow { row: id.0 })?;
             new_blocks += row.new_blocks(added);
         }
-        let needed = (in_use.load(Ordering::Relaxed) + new_blocks) * KEYS_PER_BLOCK;
-        if new_blocks > 0 && needed > max_tokens {
+        let max_blocks = max_tokens / KEYS_PER_BLOCK;
+        let mut needed = in_use.load(Ordering::Relaxed) + new_blocks;
+        if needed > max_blocks {
+            // Some more than needed: choosing looks at all of them.
+            let spare = idle / SPARE_SHARE;
+            self.idle.take();
+            if let Some(known) = T::prefixes(&mut self.prefixes) {
+                needed -= known.evict((needed - max_blocks).max(spare));
+            }
+        }
+        if new_blocks > 0 && needed > max_blocks {
             return Err(ModelError::CacheFull {
-                needed,
+                needed: needed * KEYS_PER_BLOCK,
                 limit: max_tokens,
             });
         }
@@ -301,8 +412,8 @@ impl KvCache {
         let new_blocks: usize = (ids.iter().zip(added))
             .filter_map(|(id, &added)| Some(rows.get(id)?.new_blocks(added)))
             .sum();
-        let held = self.blocks_in_use.load(Ordering::Relaxed);
-        (held + new_blocks) * KEYS_PER_BLOCK <= self.max_tokens
+        let needed = (self.blocks_in_use.load(Ordering::Relaxed) + new_blocks) * KEYS_PER_BLOCK;
+        needed <= self.max_tokens || needed - self.idle_blocks() * KEYS_PER_BLOCK <= self.max_tokens
     }
 
     /// Runs `forward` on the rows of a batch, which grow by `added` tokens if it succeeds.
@@ -369,6 +480,36 @@ impl KvCache {
     }
 }
 
+/// Puts shared blocks into an empty row; returns how many tokens they hold.
+fn begin_with<T>(
+    rows: &mut BTreeMap<RowId, BlockRow<T>>,
+    row: RowId,
+    blocks: Vec<Arc<Block<T>>>,
+) -> usize {
+    let len = blocks.len() * KEYS_PER_BLOCK;
+    rows.insert(row, BlockRow { blocks, len });
+    len
+}
+
+fn keep_blocks<T>(
+    rows: &BTreeMap<RowId, BlockRow<T>>,
+    known: &mut PrefixBlocks<Block<T>>,
+    row: RowId,
+    range: std::ops::Range<usize>,
+    chain: &[PrefixHash],
+) {
+    let Some(row) = rows.get(&row) else { return };
+    let end = range.end.min(chain.len());
+    for depth in range {
+        let is_full = (depth + 1) * KEYS_PER_BLOCK <= row.len;
+        if let (true, Some(block), Some(&hash)) = (is_full, row.blocks.get(depth), chain.get(depth))
+        {
+            known.keep(hash, depth, block);
+        }
+    }
+    known.touch(&chain[..end]);
+}
+
 fn check_distinct(ids: &[RowId]) -> Result<(), ModelError> {
     let mut sorted = ids.to_vec();
     sorted.sort_unstable();
@@ -418,6 +559,9 @@ impl<T: Real> BlockRow<T> {
 pub(crate) trait CacheReal: Real {
     #[expect(private_interfaces, reason = "implemented in this file only")]
     fn rows(rows: &mut Rows) -> Option<&mut BTreeMap<RowId, BlockRow<Self>>>;
+
+    #[expect(private_interfaces, reason = "implemented in this file only")]
+    fn prefixes(prefixes: &mut Prefixes) -> Option<&mut PrefixBlocks<Block<Self>>>;
 }
 
 impl CacheReal for f32 {
@@ -429,6 +573,15 @@ impl CacheReal for f32 {
             None
         }
     }
+
+    #[expect(private_interfaces, reason = "implemented in this file only")]
+    fn prefixes(prefixes: &mut Prefixes) -> Option<&mut PrefixBlocks<Block<Self>>> {
+        if let Prefixes::F32(known) = prefixes {
+            Some(known)
+        } else {
+            None
+        }
+    }
 }
 
 impl CacheReal for f64 {
@@ -436,6 +589,15 @@ impl CacheReal for f64 {
     fn rows(rows: &mut Rows) -> Option<&mut BTreeMap<RowId, BlockRow<Self>>> {
         if let Rows::F64(rows) = rows {
             Some(rows)
+        } else {
+            None
+        }
+    }
+
+    #[expect(private_interfaces, reason = "implemented in this file only")]
+    fn prefixes(prefixes: &mut Prefixes) -> Option<&mut PrefixBlocks<Block<Self>>> {
+        if let Prefixes::F64(known) = prefixes {
+            Some(known)
         } else {
             None
         }

@@ -66,7 +66,7 @@ impl LoadedModel {
     ///
     /// As [`LoadedModel::open`].
     pub fn from_folder(folder: &Path, dtype: DType, device: &Device) -> Result<Self, EngineError> {
-        Self::with_weights(folder, |_| load_weights(folder, dtype, device))
+        Self::with_weights(folder, |config| load_weights(folder, config, dtype, device))
     }
 
     /// Loads a Hugging Face folder with fresh random weights in place of its own, which it need
@@ -90,12 +90,7 @@ impl LoadedModel {
     ) -> Result<Self, EngineError> {
         let config = ModelConfig::from_file(&folder.join("config.json"))?;
         let tokenizer = Tokenizer::from_folder(folder)?;
-        if tokenizer.vocab_size() > config.vocab_size {
-            return Err(EngineError::VocabularyMismatch {
-                tokenizer: tokenizer.vocab_size(),
-                model: config.vocab_size,
-            });
-        }
+        check_vocabulary(folder, &tokenizer, &config)?;
         let generation = read_json(&folder.join("generation_config.json"))?;
         let mut stop_token_ids = config.eos_token_id.clone();
         // Instruct models stop at what generation_config.json says; their config.json may name the
@@ -122,6 +117,22 @@ impl LoadedModel {
             chat_template,
             stop_token_ids,
         })
+    }
+}
+
+/// Fails if the tokenizer has an id that the model has no embedding for.
+pub(super) fn check_vocabulary(
+    path: &Path,
+    tokenizer: &Tokenizer,
+    config: &ModelConfig,
+) -> Result<(), EngineError> {
+    match tokenizer.largest_id() {
+        Some(id) if id as usize >= config.vocab_size => Err(EngineError::VocabularyMismatch {
+            path: path.to_owned(),
+            tokenizer: id,
+            model: config.vocab_size,
+        }),
+        _ => Ok(()),
     }
 }
 

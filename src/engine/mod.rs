@@ -7,6 +7,8 @@
 //!   [`Engine::step`] is one forward pass over the next token of every running sequence and chunks
 //!   of waiting prompts.
 //!
+//! - [`EngineHandle`] is an engine on a thread of its own, for servers.
+//!
 //! **A sequence's tokens depend on its prompt, its parameters and its seed alone**, not on the
 //! sequences around it, on their order, or on memory pressure. On the CPU the decoder's rows do not
 //! influence each other's rounding, each sequence draws from its own stream, and a sequence that lost its
@@ -15,21 +17,30 @@
 //! **Memory is bounded** by [`EngineConfig::max_cache_tokens`]. When it is full, paused sequences
 //! and then the youngest running ones lose their keys and values, which are computed again when
 //! it is their turn.
+//!
+//! **What was computed once is used again** ([`PrefixCaching`]): a sequence that begins
+//! like an earlier one takes over its keys and values, in whole blocks of 32 tokens, as long as
+//! the weights are the same and memory was not needed for something else. It changes no bit.
 
 mod error;
 mod gguf;
+mod handle;
 mod kv_cache;
+mod limits;
 mod loader;
+mod memory;
 pub mod model;
+mod prefix_cache;
 mod sampling;
 mod scheduler;
 mod sequence;
+mod text_stream;
 mod tokenizer;
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,16 +48,25 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use error::EngineError;
+#[cfg(any(fuzzing, test))]
+pub use gguf::fuzz_gguf;
+pub use handle::{
+    BusyError, EngineHandle, EngineStatus, GenerateEvent, GenerateRequest, GeneratedToken,
+    Generation,
+};
 pub use kv_cache::{KvCache, RowId};
+pub use limits::RequestLimits;
 pub use loader::LoadedModel;
-pub use sampling::{SamplingParams, SequenceSeed, TokenLogprob};
-pub use sequence::{FinishReason, Finished, SequenceId};
+pub use memory::available_memory;
+pub use sampling::{SamplingParams, SequenceSeed, ThinkingBudget, TokenLogprob};
+pub use sequence::{FinishReason, Finished, SequenceId, TurnSoFar};
+pub use text_stream::{StopText, TextStream};
 pub use tokenizer::{Detokenizer, Tokenizer};
 
 use model::ops::KEYS_PER_BLOCK;
-use model::{Decoder, PackedBatch};
+use model::{AdapterId, AdapterLease, Decoder, PackedBatch};
 use scheduler::Scheduled;
-use sequence::{Sequence, State};
+use sequence::{Ending, Sequence, State};
 
 /// Limits of an [`Engine`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,12 +77,31 @@ pub struct EngineConfig {
     /// Most tokens whose keys and values are held, shared ones counted once. One token takes
     /// `2 · layers · kv_heads · head_dim` numbers. Default: 65,536.
     pub max_cache_tokens: usize,
+    /// Most bytes of keys and values; replaces `max_cache_tokens` where it is given. Default: none.
+    pub max_cache_bytes: Option<u64>,
     /// Longest sequence, prompt included; 0 is the model's own limit. Default: 0.
     pub max_context: usize,
     /// Most tokens of one prompt in one step, so that prompts do not stall the rest. Default: 512.
     pub prefill_chunk: usize,
     /// Most tokens of one step. Default: 2048.
     pub max_batch_tokens: usize,
+    /// Which keys and values outlive their sequences, for others that begin alike. Default: all.
+    pub prefix_caching: PrefixCaching,
+}
+
+/// Which full blocks of keys and values are kept for sequences to come. They give way when memory
+/// is needed, but take what the limits allow until then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PrefixCaching {
+    /// None.
+    Off,
+    /// Those of the tokens that sequences are added with, such as instructions that many share. It
+    /// suits rollouts, whose own conversations are extended and never sent again.
+    Prompts,
+    /// Those of answers, too: conversations are sent again and go on.
+    #[default]
+    All,
 }
 
 impl Default for EngineConfig {
@@ -70,9 +109,11 @@ impl Default for EngineConfig {
         Self {
             max_running: 256,
             max_cache_tokens: 65_536,
+            max_cache_bytes: None,
             max_context: 0,
             prefill_chunk: 512,
             max_batch_tokens: 2048,
+            prefix_caching: PrefixCaching::All,
         }
     }
 }
@@ -84,6 +125,8 @@ pub struct EngineStats {
     pub steps: u64,
     /// Tokens of prompts and suffixes that were computed, again after an eviction included.
     pub prefill_tokens: u64,
+    /// Tokens that were found in the prefix cache instead of being computed.
+    pub prefix_hit_tokens: u64,
     /// Tokens that were sampled.
     pub generated_tokens: u64,
     /// Sequences that lost their keys and values to others.
@@ -122,6 +165,7 @@ pub struct Engine {
     sequences: BTreeMap<SequenceId, Sequence>,
     next_id: u64,
     stats: EngineStats,
+    tokenizer: Option<Tokenizer>,
 }
 
 impl Engine {
@@ -130,7 +174,19 @@ impl Engine {
     /// # Errors
     ///
     /// [`EngineError::InvalidLimit`] if a limit is too small to run anything.
-    pub fn new(decoder: Arc<Decoder>, config: EngineConfig) -> Result<Self, EngineError> {
+    pub fn new(decoder: Arc<Decoder>, mut config: EngineConfig) -> Result<Self, EngineError> {
+        if let Some(bytes) = config.max_cache_bytes {
+            let block = decoder.new_cache(0).bytes_per_token() * KEYS_PER_BLOCK;
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            if bytes < block {
+                return Err(EngineError::InvalidLimit {
+                    field: "max_cache_bytes",
+                    value: bytes,
+                    minimum: block,
+                });
+            }
+            config.max_cache_tokens = bytes / block * KEYS_PER_BLOCK;
+        }
         for (field, value, minimum) in [
             ("max_running", config.max_running, 1),
             ("max_cache_tokens", config.max_cache_tokens, KEYS_PER_BLOCK),
@@ -161,6 +217,7 @@ impl Engine {
             sequences: BTreeMap::new(),
             next_id: 0,
             stats: EngineStats::default(),
+            tokenizer: None,
         })
     }
 
@@ -169,9 +226,28 @@ impl Engine {
         &self.decoder
     }
 
+    /// Returns the limits, with `max_cache_tokens` as it follows from `max_cache_bytes`.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// Lets the engine look for stop strings.
+    pub fn set_tokenizer(&mut self, tokenizer: Tokenizer) {
+        self.tokenizer = Some(tokenizer);
+    }
+
     /// Returns the length of the longest sequence, prompt included.
     pub fn max_context(&self) -> usize {
         self.max_context
+    }
+
+    /// Returns the bounds of every request.
+    pub fn limits(&self) -> RequestLimits {
+        RequestLimits {
+            max_context: self.max_context,
+            vocab_size: self.decoder.config().vocab_size,
+            has_tokenizer: self.tokenizer.is_some(),
+        }
     }
 
     /// Returns the number of sequences that the next steps advance.
@@ -205,6 +281,16 @@ impl Engine {
         Ok(&sequence.tokens)
     }
 
+    /// Returns the turn that a sequence is in; it is empty between turns.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::UnknownSequence`] if it was released.
+    pub fn turn(&self, id: SequenceId) -> Result<TurnSoFar<'_>, EngineError> {
+        let sequence = self.sequences.get(&id);
+        Ok(sequence.ok_or(EngineError::UnknownSequence { id })?.turn())
+    }
+
     /// Adds a sequence that continues `prompt`.
     ///
     /// # Errors
@@ -217,8 +303,7 @@ impl Engine {
         params: SamplingParams,
         seed: SequenceSeed,
     ) -> Result<SequenceId, EngineError> {
-        params.validate()?;
-        self.check_prompt(&prompt)?;
+        self.limits().check(&prompt, &params)?;
         Ok(self.insert(Sequence::new(prompt, params, seed)))
     }
 
@@ -234,8 +319,7 @@ impl Engine {
         params: &SamplingParams,
         seeds: &[SequenceSeed],
     ) -> Result<Vec<SequenceId>, EngineError> {
-        params.validate()?;
-        self.check_prompt(prompt)?;
+        self.limits().check(prompt, params)?;
         let ids: Vec<SequenceId> = seeds
             .iter()
             .map(|&seed| self.insert(Sequence::new(prompt.to_vec(), params.clone(), seed)))
@@ -272,7 +356,7 @@ impl Engine {
     ///
     /// Fails if `id` is unknown or still generating, or if a token is outside the vocabulary.
     pub fn extend(&mut self, id: SequenceId, suffix: &[u32]) -> Result<(), EngineError> {
-        self.check_tokens(suffix)?;
+        self.limits().check_tokens(suffix)?;
         self.paused(id)?.extend(suffix);
         Ok(())
     }
@@ -297,6 +381,46 @@ impl Engine {
         Ok(())
     }
 
+    /// Sets the adapter of a sequence that was just added or is paused, one that was added to the
+    /// decoder beside its weights; `None` is the weights alone. Sequences of its group that wait for
+    /// its prompt get it, too.
+    ///
+    /// Keys and values belong to one adapter: those of another one are forgotten and computed again.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or within a turn, or if there is no such adapter.
+    pub fn set_adapter(
+        &mut self,
+        id: SequenceId,
+        adapter: Option<AdapterId>,
+    ) -> Result<(), EngineError> {
+        let lease = adapter.map(|id| self.decoder.lease_adapter(id));
+        let lease = lease.transpose()?;
+        let sequence = self.sequence_mut(id)?;
+        if sequence.state != State::Paused && (sequence.cached > 0 || sequence.is_within_turn()) {
+            return Err(EngineError::StillGenerating { id });
+        }
+        if sequence.state == State::Follower {
+            // It no longer continues from its leader's prompt.
+            sequence.state = State::Running;
+            for other in self.sequences.values_mut() {
+                other.followers.retain(|follower| *follower != id);
+            }
+        }
+        let sequence = self.sequence_mut(id)?;
+        let row = sequence.row.take();
+        sequence.cached = 0;
+        let group: Vec<SequenceId> = [id]
+            .into_iter()
+            .chain(sequence.followers.iter().copied())
+            .collect();
+        for member in group {
+            self.sequence_mut(member)?.use_adapter(lease.clone());
+        }
+        Ok(row.map_or(Ok(()), |row| self.cache.free(row))?)
+    }
+
     /// Forgets a sequence, running or not, and frees its part of the cache.
     ///
     /// # Errors
@@ -316,6 +440,8 @@ impl Engine {
             heir.state = State::Running;
             heir.row = removed.row;
             heir.cached = removed.cached;
+            heir.kept_blocks = removed.kept_blocks;
+            heir.prefix_hit_tokens = removed.prefix_hit_tokens;
             heir.followers = followers.to_vec();
         } else if let Some(row) = removed.row {
             self.cache.free(row)?;
@@ -332,8 +458,14 @@ impl Engine {
         for sequence in self.sequences.values_mut() {
             sequence.row = None;
             sequence.cached = 0;
+            sequence.kept_blocks = 0;
         }
         self.version = self.decoder.version();
+    }
+
+    /// Frees the keys and values that are only kept for sequences to come.
+    pub fn trim(&mut self) {
+        self.cache.clear_prefixes();
     }
 
     /// Runs one forward pass and returns the turns that finished with it.
@@ -373,7 +505,9 @@ impl Engine {
         for scheduled in planned {
             let sequence = &self.sequences[&scheduled.id];
             let pending = sequence.pending();
-            let segment = batch.push(&pending[..scheduled.take], sequence.cached);
+            let adapter = sequence.adapter.as_ref().map(AdapterLease::id);
+            let tokens = &pending[..scheduled.take];
+            let segment = batch.push_adapted(tokens, sequence.cached, adapter);
             rows.push(sequence.row.expect("planned sequences have a row"));
             if scheduled.take == pending.len() {
                 complete.push((scheduled.id, segment.end - 1));
@@ -386,6 +520,7 @@ impl Engine {
         let logits = self.logits(&hidden, &complete)?;
         for scheduled in planned {
             self.sequence_mut(scheduled.id)?.cached += scheduled.take;
+            self.keep_prefix(scheduled.id)?;
         }
         let mut targets = BTreeMap::new();
         for (row, (id, _)) in complete.into_iter().enumerate() {
@@ -429,11 +564,16 @@ impl Engine {
         let sequence = self.sequence_mut(leader)?;
         let followers = std::mem::take(&mut sequence.followers);
         let (cached, row) = (sequence.cached, sequence.row.expect("it was just computed"));
+        let (chain, kept_blocks) = (sequence.chain.clone(), sequence.kept_blocks);
+        let prefix_hit_tokens = sequence.prefix_hit_tokens;
         for &id in &followers {
             let fork = self.cache.fork(row)?;
             let follower = self.sequence_mut(id)?;
             follower.row = Some(fork);
             follower.cached = cached;
+            follower.chain.clone_from(&chain);
+            follower.kept_blocks = kept_blocks;
+            follower.prefix_hit_tokens = prefix_hit_tokens;
             follower.state = State::Running;
         }
         Ok(followers)
@@ -452,20 +592,23 @@ impl Engine {
         let mut rows = Vec::with_capacity(targets.len());
         for (&id, sequence) in &mut self.sequences {
             if let Some(&row) = targets.get(&id) {
-                let logits = &logits[row * vocab_size..(row + 1) * vocab_size];
                 ids.push(id);
-                rows.push((logits, &sequence.params, &mut sequence.random));
+                let logits = &logits[row * vocab_size..(row + 1) * vocab_size];
+                rows.push(sequence.row_to_sample(logits));
             }
         }
         let chosen = sampling::sample_rows(rows);
         if let Some(at) = chosen.iter().position(Option::is_none) {
             return Err(EngineError::NonFiniteLogits { id: ids[at] });
         }
-        for (id, chosen) in ids.into_iter().zip(chosen.into_iter().flatten()) {
-            let max_context = self.max_context;
-            let sequence = self.sequence_mut(id)?;
-            if let Some(reason) = sequence.push(chosen, max_context) {
-                finished.push(sequence.finish(id, reason));
+        for (id, sampled) in ids.into_iter().zip(chosen.into_iter().flatten()) {
+            let sequence = self
+                .sequences
+                .get_mut(&id)
+                .ok_or(EngineError::UnknownSequence { id })?;
+            let ending = sequence.push(sampled, self.max_context, self.tokenizer.as_ref())?;
+            if let Some(ending) = ending {
+                finished.push(sequence.finish(id, ending));
             }
             self.stats.generated_tokens += 1;
         }
@@ -481,52 +624,57 @@ impl Engine {
             .filter(|(_, sequence)| {
                 sequence.state == State::Running && sequence.tokens.len() >= max_context
             })
-            .map(|(&id, sequence)| sequence.finish(id, FinishReason::Length))
+            .map(|(&id, sequence)| sequence.finish(id, Ending::of(FinishReason::Length)))
             .collect()
     }
 
     /// Drops from the plan what the cache has no room for, after taking room from paused and from
     /// younger sequences.
-    fn make_room(&mut self, planned: Vec<Scheduled>) -> Result<Vec<Scheduled>, EngineError> {
+    fn make_room(&mut self, mut planned: Vec<Scheduled>) -> Result<Vec<Scheduled>, EngineError> {
         // New sequences leave a block free for each one that runs, or they would be evicted soon.
         let mut wanted = self.cache.tokens_in_use();
-        let mut starting = false;
+        let mut starting = BTreeSet::new();
         for scheduled in &planned {
             let sequence = &self.sequences[&scheduled.id];
             wanted += sequence.pending().len() + KEYS_PER_BLOCK * (1 + sequence.followers.len());
-            starting |= sequence.cached == 0;
             if sequence.row.is_none() {
-                let row = self.cache.add_row();
-                self.sequence_mut(scheduled.id)?.row = Some(row);
+                starting.insert(scheduled.id);
             }
         }
-        let rows: Vec<RowId> = planned
-            .iter()
-            .filter_map(|scheduled| self.sequences[&scheduled.id].row)
-            .collect();
-        let added: Vec<usize> = planned.iter().map(|scheduled| scheduled.take).collect();
         let is_roomy = wanted <= self.cache.max_tokens();
-        if (is_roomy || !starting) && self.cache.fits(&rows, &added) {
-            return Ok(planned);
+        if is_roomy || starting.is_empty() {
+            for scheduled in &mut planned {
+                self.start(scheduled)?;
+            }
+            let row = |scheduled: &Scheduled| self.sequences[&scheduled.id].row;
+            let rows: Vec<RowId> = planned.iter().filter_map(row).collect();
+            let added: Vec<usize> = planned.iter().map(|scheduled| scheduled.take).collect();
+            if self.cache.fits(&rows, &added) {
+                return Ok(planned);
+            }
         }
 
         let mut kept: Vec<Scheduled> = Vec::new();
         let (mut rows, mut added) = (Vec::new(), Vec::new());
-        for scheduled in planned {
+        for mut scheduled in planned {
             let sequence = &self.sequences[&scheduled.id];
-            // Without a row it was evicted for an older one, in this very loop.
-            let Some(row) = sequence.row else { continue };
-            if sequence.cached == 0 && !kept.is_empty() {
+            let is_starting = starting.contains(&scheduled.id);
+            // A running one without a row was evicted for an older one, in this very loop.
+            if sequence.row.is_none() && !is_starting {
+                continue;
+            }
+            if is_starting && !kept.is_empty() {
                 let copies = kept.len() + 1 + sequence.followers.len();
                 let wanted = self.cache.tokens_in_use()
                     + added.iter().sum::<usize>()
                     + sequence.pending().len()
                     + KEYS_PER_BLOCK * copies;
                 if wanted > self.cache.max_tokens() {
+                    self.unstart(scheduled.id)?;
                     continue;
                 }
             }
-            rows.push(row);
+            rows.push(self.start(&mut scheduled)?);
             added.push(scheduled.take);
             while !self.cache.fits(&rows, &added) {
                 let Some(victim) = self.victim(scheduled.id, &kept) else {
@@ -538,9 +686,76 @@ impl Engine {
             }
             if rows.len() > kept.len() {
                 kept.push(scheduled);
+            } else if is_starting {
+                self.unstart(scheduled.id)?;
             }
         }
         Ok(kept)
+    }
+
+    /// Gives a sequence without a row one, with what the cache knows of its tokens; returns the row.
+    fn start(&mut self, scheduled: &mut Scheduled) -> Result<RowId, EngineError> {
+        let id = scheduled.id;
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .ok_or(EngineError::UnknownSequence { id })?;
+        if let Some(row) = sequence.row {
+            return Ok(row);
+        }
+        // The last token is always computed, for its logits.
+        let blocks = match self.config.prefix_caching {
+            PrefixCaching::Off => 0,
+            _ if !self.cache.shares_prefixes() => 0,
+            PrefixCaching::Prompts | PrefixCaching::All => {
+                (sequence.tokens.len() - 1) / KEYS_PER_BLOCK
+            }
+        };
+        let (row, hit_tokens) = self.cache.add_row_with_prefix(sequence.chain(blocks));
+        sequence.row = Some(row);
+        sequence.cached = hit_tokens;
+        sequence.kept_blocks = hit_tokens / KEYS_PER_BLOCK;
+        sequence.prefix_hit_tokens.get_or_insert(hit_tokens);
+        scheduled.take = scheduled.take.min(sequence.pending().len());
+        self.stats.prefix_hit_tokens += hit_tokens as u64;
+        Ok(row)
+    }
+
+    /// Takes back what [`Engine::start`] gave to a sequence that has to wait after all.
+    fn unstart(&mut self, id: SequenceId) -> Result<(), EngineError> {
+        let sequence = self.sequence_mut(id)?;
+        let hit_tokens = std::mem::take(&mut sequence.cached);
+        sequence.kept_blocks = 0;
+        if let Some(row) = sequence.row.take() {
+            self.cache.free(row)?;
+            self.stats.prefix_hit_tokens -= hit_tokens as u64;
+        }
+        Ok(())
+    }
+
+    /// Keeps the full blocks of a sequence for those that begin like it.
+    fn keep_prefix(&mut self, id: SequenceId) -> Result<(), EngineError> {
+        if !self.cache.shares_prefixes() {
+            return Ok(());
+        }
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .ok_or(EngineError::UnknownSequence { id })?;
+        let worth_keeping = match self.config.prefix_caching {
+            PrefixCaching::Off => 0,
+            PrefixCaching::Prompts => sequence.cached.min(sequence.prompt_len()),
+            PrefixCaching::All => sequence.cached,
+        };
+        let full = worth_keeping / KEYS_PER_BLOCK;
+        let new = sequence.kept_blocks..full;
+        if let Some(row) = sequence.row
+            && !new.is_empty()
+        {
+            sequence.kept_blocks = full;
+            self.cache.keep_prefix(row, new, sequence.chain(full));
+        }
+        Ok(())
     }
 
     /// Returns the sequence that gives way to `id`: a paused one, else the youngest, but none that
@@ -561,6 +776,7 @@ impl Engine {
     fn evict(&mut self, id: SequenceId) -> Result<(), EngineError> {
         let sequence = self.sequence_mut(id)?;
         sequence.cached = 0;
+        sequence.kept_blocks = 0;
         if let Some(row) = sequence.row.take() {
             self.cache.free(row)?;
         }
@@ -588,26 +804,5 @@ impl Engine {
             return Err(EngineError::StillGenerating { id });
         }
         Ok(sequence)
-    }
-
-    fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt.len() >= self.max_context {
-            return Err(EngineError::PromptTooLong {
-                tokens: prompt.len(),
-                limit: self.max_context,
-            });
-        }
-        self.check_tokens(prompt)
-    }
-
-    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
-        let vocab_size = self.decoder.config().vocab_size;
-        match tokens.iter().find(|&&token| token as usize >= vocab_size) {
-            Some(&token) => Err(EngineError::TokenOutOfRange { token, vocab_size }),
-            None => Ok(()),
-        }
     }
 }

@@ -15,6 +15,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -106,7 +107,8 @@ impl Tokenizer {
             path: path.to_owned(),
             source,
         };
-        let mut full = tokenizers::Tokenizer::from_bytes(bytes).map_err(damaged)?;
+        let read = guarded(|| tokenizers::Tokenizer::from_bytes(bytes));
+        let mut full = read.map_err(damaged)?;
         full.with_truncation(None).map_err(damaged)?;
         full.with_padding(None);
         let mut added: Vec<AddedToken> = full
@@ -294,7 +296,7 @@ impl Tokenizer {
     }
 
     fn decode_with(&self, ids: &[u32], skip_special: bool) -> Result<String, EngineError> {
-        let decoded = self.inner.full.decode(ids, skip_special);
+        let decoded = guarded(|| self.inner.full.decode(ids, skip_special));
         decoded.map_err(|source| EngineError::Tokenizer {
             action: "decode ids",
             source,
@@ -319,6 +321,11 @@ impl Tokenizer {
     /// Returns the number of tokens, added ones included. A model may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.inner.full.get_vocab_size(true)
+    }
+
+    /// Returns the largest id of a token; `None` if there is no token.
+    pub fn largest_id(&self) -> Option<u32> {
+        self.inner.full.get_vocab(true).into_values().max()
     }
 
     /// Returns the special tokens by their names in `tokenizer_config.json` (`eos_token`), as chat
@@ -388,8 +395,15 @@ impl Tokenizer {
     }
 }
 
+/// Runs a call of the library, which on some damaged files ends in a panic: a bad `precompiled_charsmap`,
+/// a decoder that strips more than there is.
+fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| Err("a part of the tokenizer's file contradicts itself".into()))
+}
+
 fn encode_with(tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>, EngineError> {
-    match tokenizer.encode_fast(text, false) {
+    match guarded(|| tokenizer.encode_fast(text, false)) {
         Ok(encoding) => Ok(encoding.get_ids().to_vec()),
         Err(source) => Err(EngineError::Tokenizer {
             action: "encode text",
@@ -463,6 +477,11 @@ pub(super) enum PreTokenizer {
     Gpt2,
     /// GPT-2's pattern with every digit alone.
     SmolLm,
+    /// Qwen2's and Qwen3's pattern: every digit alone, contractions in capitals as well. Text is brought
+    /// into composed form first.
+    Qwen2,
+    /// Llama 3's pattern: digits in groups of three. A word that is a token needs no merges.
+    Llama3,
     /// No cuts: there are no merges.
     Bytes,
 }
@@ -482,6 +501,14 @@ pub(super) struct BpeDescription {
 impl BpeDescription {
     /// Returns the content of a `tokenizer.json`.
     fn to_json(&self) -> Value {
+        // The two models' patterns differ in the digits that make a word. From their `tokenizer.json`.
+        let split = |digits: &str| {
+            let pattern = format!(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            );
+            json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+                   "invert": false})
+        };
         let byte_level = |use_regex: bool| {
             json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
                    "use_regex": use_regex})
@@ -490,7 +517,15 @@ impl BpeDescription {
             PreTokenizer::Gpt2 => byte_level(true),
             PreTokenizer::SmolLm => json!({"type": "Sequence", "pretokenizers": [
                 {"type": "Digits", "individual_digits": true}, byte_level(true)]}),
+            PreTokenizer::Qwen2 => json!({"type": "Sequence", "pretokenizers": [
+                split(r"\p{N}"), byte_level(false)]}),
+            PreTokenizer::Llama3 => json!({"type": "Sequence", "pretokenizers": [
+                split(r"\p{N}{1,3}"), byte_level(false)]}),
             PreTokenizer::Bytes => byte_level(false),
+        };
+        let normalizer = match self.pre_tokenizer {
+            PreTokenizer::Qwen2 => json!({"type": "NFC"}),
+            _ => Value::Null,
         };
         let added = |ids: &[u32], special: bool| -> Vec<Value> {
             let known = ids
@@ -513,13 +548,13 @@ impl BpeDescription {
             .collect();
         json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": added_tokens,
-            "normalizer": null, "pre_tokenizer": pre_tokenizer, "post_processor": null,
+            "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": null,
             "decoder": byte_level(true),
             "model": {
                 "type": "BPE", "dropout": null, "unk_token": null,
                 "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-                "byte_fallback": false, "ignore_merges": false, "vocab": vocab,
-                "merges": self.merges,
+                "byte_fallback": false, "vocab": vocab, "merges": self.merges,
+                "ignore_merges": self.pre_tokenizer == PreTokenizer::Llama3,
             }
         })
     }
@@ -619,6 +654,35 @@ mod tests {
     }
 
     #[test]
+    fn digits_make_words_as_each_pattern_says() {
+        let tokens = [
+            "1", "2", "3", "4", "5", "12", "123", "45", "12345", "'", "S", "'S",
+        ];
+        let encode = |pre_tokenizer| {
+            let description = BpeDescription {
+                tokens: tokens.map(str::to_owned).to_vec(),
+                merges: vec!["1 2".to_owned(), "4 5".to_owned(), "' S".to_owned()],
+                special_ids: Vec::new(),
+                added_ids: Vec::new(),
+                pre_tokenizer,
+            };
+            let tokenizer = Tokenizer::from_bpe(&description, None, Path::new("test")).unwrap();
+            let ids = tokenizer.encode("12345'S").unwrap();
+            ids.into_iter()
+                .map(|id| tokens[id as usize])
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(encode(PreTokenizer::Gpt2), ["12", "3", "45", "'", "S"]);
+        assert_eq!(
+            encode(PreTokenizer::SmolLm),
+            ["1", "2", "3", "4", "5", "'", "S"]
+        );
+        assert_eq!(encode(PreTokenizer::Qwen2), ["1", "2", "3", "4", "5", "'S"]);
+        // A whole word is taken though no merge makes it.
+        assert_eq!(encode(PreTokenizer::Llama3), ["123", "45", "'S"]);
+    }
+
+    #[test]
     fn damaged_and_missing_files_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let error = Tokenizer::from_folder(folder.path()).unwrap_err();
@@ -663,6 +727,41 @@ mod tests {
             }
             text += &detokenizer.finish().unwrap();
             prop_assert_eq!(text, tokenizer.decode(&ids).unwrap());
+        }
+
+        /// A damaged `tokenizer.json` is refused, or it is one that encodes and decodes.
+        #[test]
+        fn damaged_tokenizers_are_survived(
+            at in prop::sample::select(vec![
+                "/model/type", "/model/vocab/a", "/model/vocab", "/model/merges", "/model/unk_token",
+                "/model/continuing_subword_prefix", "/model/byte_fallback", "/added_tokens",
+                "/added_tokens/0/id", "/added_tokens/0/content", "/added_tokens/0/lstrip",
+                "/pre_tokenizer", "/pre_tokenizer/type", "/decoder", "/decoder/type", "/normalizer",
+                "/post_processor", "/truncation", "/padding", "/version",
+            ]),
+            value in prop::sample::select(vec![
+                "null", "0", "-1", "257", "4294967295", "\"\"", "\"a\"", "[]", "[\"a b\"]", "[\"a a\"]",
+                "{}", "true", "\"WordLevel\"", "\"Unigram\"", "\"WordPiece\"", "\"Metaspace\"",
+                r#"{"type": "NFC"}"#, r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#,
+                r#"{"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}"#,
+                r#"{"type": "Replace", "pattern": {"String": ""}, "content": "aa"}"#,
+                r#"{"type": "Strip", "strip_left": true, "strip_right": true, "content": "a", "start": 9, "stop": 9}"#,
+                r#"{"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}"#,
+                r#"{"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 9}"#,
+            ]),
+        ) {
+            let text = toy().inner.full.to_string(false).unwrap();
+            let mut file: Value = serde_json::from_str(&text).unwrap();
+            if let Some(place) = file.pointer_mut(at) {
+                *place = serde_json::from_str(value).unwrap();
+            }
+            let bytes = file.to_string().into_bytes();
+            if let Ok(tokenizer) = Tokenizer::from_bytes(&bytes, None, Path::new("damaged")) {
+                for ids in [tokenizer.encode("a<|end|> b"), tokenizer.encode_ordinary("a<|end|> b")] {
+                    let _ = ids.and_then(|ids| tokenizer.decode(&ids));
+                }
+                tokenizer.largest_id();
+            }
         }
     }
 }

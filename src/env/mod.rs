@@ -21,7 +21,8 @@ use indexmap::IndexMap;
 use crate::chat::{Message, ParsedTurn, ToolSpec};
 
 pub use self::error::EnvError;
-pub use self::tools::{ToolEnvironment, ToolEnvironmentConfig};
+pub use self::text::describe_outcome;
+pub use self::tools::{RUN_PYTHON, ToolEnvironment, ToolEnvironmentConfig, run_python_tool};
 
 /// How an episode ended, for reports; the reward alone trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

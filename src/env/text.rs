@@ -47,7 +47,7 @@ pub(super) fn last_code_block(text: &str) -> Option<String> {
 }
 
 /// Returns what the model sees of a finished program.
-pub(super) fn describe(outcome: &ExecOutcome, limit: usize) -> String {
+pub fn describe_outcome(outcome: &ExecOutcome, limit: usize) -> String {
     let mut text = String::from_utf8_lossy(&outcome.stdout).into_owned();
     text.push_str(&String::from_utf8_lossy(&outcome.stderr));
     let mut text = head_and_tail(text.trim_end(), limit);

@@ -6,14 +6,35 @@ use std::time::Instant;
 use indexmap::IndexMap;
 use serde_json::{Value, json};
 
-use super::text::{describe, last_code_block};
+use super::text::{describe_outcome, last_code_block};
 use super::{EnvError, Environment, EpisodeStats, EpisodeStatus, StepResult};
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
 use crate::grader::{Grader, RewardTerms, Score, StdioGrader, SubmissionKind, VerdictStatus};
 use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, Sandbox};
 use crate::task::Task;
 
-const RUN_PYTHON: &str = "run_python";
+/// The tool that runs a program.
+pub const RUN_PYTHON: &str = "run_python";
+
+/// Returns the tool that runs a program, as the model sees it.
+#[must_use]
+pub fn run_python_tool() -> ToolSpec {
+    ToolSpec::new(
+        RUN_PYTHON,
+        "Runs a Python program in a sandbox and returns what it prints.",
+        one_text("code", "The program."),
+    )
+}
+
+/// Returns the schema of arguments that are one text.
+fn one_text(name: &str, description: &str) -> Value {
+    let text = json!({"type": "string", "description": description});
+    json!({
+        "type": "object",
+        "properties": {name: text},
+        "required": [name],
+    })
+}
 
 /// How a submission is made.
 #[derive(Debug, Clone, Copy)]
@@ -117,35 +138,20 @@ impl ToolEnvironment {
     /// Returns the two tools as the model sees them.
     #[must_use]
     pub fn tool_specs(kind: SubmissionKind) -> Vec<ToolSpec> {
-        let one = |name: &str, description: &str| {
-            let text = json!({"type": "string", "description": description});
-            json!({
-                "type": "object",
-                "properties": {name: text},
-                "required": [name],
-            })
-        };
         let Submit { tool, argument } = Submit::of(kind);
         let submit = match kind {
             SubmissionKind::Code => ToolSpec::new(
                 tool,
                 "Submits the final code for grading and ends the task.",
-                one(argument, "The complete solution."),
+                one_text(argument, "The complete solution."),
             ),
             SubmissionKind::Text => ToolSpec::new(
                 tool,
                 "Submits the final answer for grading and ends the task.",
-                one(argument, "The answer alone."),
+                one_text(argument, "The answer alone."),
             ),
         };
-        vec![
-            ToolSpec::new(
-                RUN_PYTHON,
-                "Runs a Python program in a sandbox and returns what it prints.",
-                one("code", "The program."),
-            ),
-            submit,
-        ]
+        vec![run_python_tool(), submit]
     }
 
     fn run(&mut self, code: &str, stdin: &str) -> Result<ExecOutcome, EnvError> {
@@ -224,7 +230,7 @@ impl ToolEnvironment {
             return Ok(self.submit(&code));
         };
         self.answer = Some(code);
-        let output = describe(&outcome, self.config.max_output_chars);
+        let output = describe_outcome(&outcome, self.config.max_output_chars);
         Ok(continued(vec![Message::user(format!(
             "Running your code with the visible tests gave:\n{output}\nReply with a corrected \
              Python code block."
@@ -348,7 +354,7 @@ impl Environment for ToolEnvironment {
                     Ok((call, code)) => {
                         let outcome = self.run(code, "")?;
                         self.stats.tool_failures += u32::from(!outcome.exit.is_success());
-                        let output = describe(&outcome, self.config.max_output_chars);
+                        let output = describe_outcome(&outcome, self.config.max_output_chars);
                         observation.push(Message::tool_result(call, output));
                     }
                     Err(reason) => {

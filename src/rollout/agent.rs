@@ -2,20 +2,24 @@
 
 use indexmap::IndexMap;
 
-use crate::chat::{Message, parse_turn};
+use crate::chat::{Message, ToolCallFormat, parse_turn_as};
 use crate::engine::FinishReason;
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
-use crate::trajectory::{Finish, Status, TokenTrace, Trajectory, Turn, Usage};
+use crate::trajectory::{Finish, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
 
 /// A turn as the engine sampled it.
 #[derive(Debug, Clone)]
 pub(super) struct SampledTurn {
-    /// The sampled ids, the stop token included.
+    /// The turn's ids, the stop token included.
     pub(super) tokens: Vec<u32>,
     /// The log-probability of each.
     pub(super) logprobs: Vec<f32>,
+    /// Whether each was sampled; the others close reasoning that was too long.
+    pub(super) is_sampled: Vec<bool>,
     /// The text, without the stop token.
     pub(super) text: String,
+    /// How tool calls are written in it.
+    pub(super) format: ToolCallFormat,
     /// Why sampling ended.
     pub(super) finish: FinishReason,
     /// Seconds since the turn was asked for.
@@ -87,16 +91,12 @@ impl Episode {
     /// Takes a sampled turn and returns the messages that answer it, or `None` at the end.
     pub(super) fn take_turn(&mut self, sampled: &SampledTurn) -> Option<Vec<Message>> {
         let start = self.trajectory.trace.len();
-        if let Err(error) = self
-            .trajectory
-            .trace
-            .push_sampled(&sampled.tokens, &sampled.logprobs)
-        {
+        if let Err(error) = self.record(sampled) {
             self.fail(&error);
             return None;
         }
         self.trajectory.usage.generate_seconds += sampled.seconds;
-        let parsed = parse_turn(&sampled.text);
+        let parsed = parse_turn_as(&sampled.text, sampled.format, self.environment.tools());
         let before = self.environment.stats();
         self.trajectory.messages.push(Message {
             reasoning_content: parsed.reasoning.clone(),
@@ -129,6 +129,22 @@ impl Episode {
                 None
             }
         }
+    }
+
+    /// Adds a turn's tokens to the trace: what was sampled, and between it what was not.
+    fn record(&mut self, sampled: &SampledTurn) -> Result<(), TraceError> {
+        let trace = &mut self.trajectory.trace;
+        let mut start = 0;
+        for run in sampled.is_sampled.chunk_by(|left, right| left == right) {
+            let span = start..start + run.len();
+            start = span.end;
+            if run[0] {
+                trace.push_sampled(&sampled.tokens[span.clone()], &sampled.logprobs[span])?;
+            } else {
+                trace.push_observation(&sampled.tokens[span]);
+            }
+        }
+        Ok(())
     }
 
     /// Ends an episode whose context is full.
@@ -201,4 +217,94 @@ fn with_causes(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chat::{ParsedTurn, ToolSpec};
+    use crate::env::EnvError;
+
+    /// Repeats what it was told until it is told nothing.
+    struct Echo;
+
+    impl Environment for Echo {
+        fn reset(&mut self) -> Vec<Message> {
+            vec![Message::user("say it")]
+        }
+
+        fn tools(&self) -> &[ToolSpec] {
+            &[]
+        }
+
+        fn step(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+            let said = turn.tool_calls.iter().map(|call| match call {
+                Ok(call) => call.name.clone(),
+                Err(error) => error.to_string(),
+            });
+            Ok(StepResult {
+                observation: said.map(Message::tool).collect(),
+                reward: None,
+                rewards: IndexMap::new(),
+                done: false,
+                status: None,
+                fault: None,
+            })
+        }
+
+        fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+            unreachable!("no turn of these tests is cut off")
+        }
+
+        fn stats(&self) -> EpisodeStats {
+            EpisodeStats::default()
+        }
+    }
+
+    fn take(format: ToolCallFormat, text: &str, is_sampled: &[bool]) -> (Episode, Vec<Message>) {
+        let mut episode = Episode::start(Box::new(Echo), "task", 0, 0, 0);
+        let count = u32::try_from(is_sampled.len()).unwrap();
+        let logprobs = is_sampled
+            .iter()
+            .map(|&sampled| if sampled { -0.5 } else { 0.0 });
+        let messages = episode.take_turn(&SampledTurn {
+            tokens: (10..10 + count).collect(),
+            logprobs: logprobs.collect(),
+            is_sampled: is_sampled.to_vec(),
+            text: text.to_owned(),
+            format,
+            finish: FinishReason::Stop,
+            seconds: 0.0,
+        });
+        (episode, messages.unwrap())
+    }
+
+    #[test]
+    fn tokens_that_closed_the_reasoning_are_not_learned_from() {
+        let is_sampled = [true, true, false, false, true];
+        let (mut episode, _) = take(ToolCallFormat::Hermes, "", &is_sampled);
+        let trace = episode.trace_mut();
+        assert_eq!(trace.ids(), [10, 11, 12, 13, 14]);
+        assert_eq!(trace.loss_mask(), [1, 1, 0, 0, 1]);
+        assert_eq!(trace.logprobs(), [-0.5, -0.5, 0.0, 0.0, -0.5]);
+        assert_eq!(episode.into_trajectory().turns[0].tokens, 0..5);
+    }
+
+    #[test]
+    fn calls_are_read_in_the_models_format_and_damaged_ones_are_answered() {
+        let xml =
+            "<tool_call><function=f></function></tool_call><tool_call><function=g</tool_call>";
+        let (_, messages) = take(ToolCallFormat::QwenXml, xml, &[true]);
+        assert_eq!(messages[0], Message::tool("f"));
+        assert!(
+            messages[1].content.contains("must be `<function=NAME>`"),
+            "{messages:?}"
+        );
+        let llama = r#"{"name": "f", "parameters": {}}"#;
+        assert_eq!(
+            take(ToolCallFormat::Llama3, llama, &[true]).1,
+            [Message::tool("f")]
+        );
+        assert_eq!(take(ToolCallFormat::Hermes, llama, &[true]).1, []);
+    }
 }

@@ -7,10 +7,8 @@ use std::time::Instant;
 
 use super::agent::{Episode, SampledTurn};
 use super::{RolloutError, RolloutGroup, derive_seed};
-use crate::chat::{ChatTemplate, Message, RenderOptions, ToolSpec};
-use crate::engine::{
-    Engine, FinishReason, Finished, SamplingParams, SequenceId, SequenceSeed, Tokenizer,
-};
+use crate::chat::{ChatTemplate, Message, RenderOptions, ToolCallFormat, ToolSpec};
+use crate::engine::{Engine, Finished, SamplingParams, SequenceId, SequenceSeed, Tokenizer};
 use crate::env::Environment;
 
 /// Settings of [`Collector`].
@@ -24,6 +22,8 @@ pub struct CollectorConfig {
     pub render: RenderOptions,
     /// Whether the tools are given to the chat template.
     pub use_tools: bool,
+    /// How the model writes tool calls; as its chat template says unless given.
+    pub tool_call_format: Option<ToolCallFormat>,
 }
 
 /// The episodes of one task that [`Collector::collect`] is to run.
@@ -70,6 +70,7 @@ pub struct Collector<'a> {
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
     config: &'a CollectorConfig,
+    tool_call_format: ToolCallFormat,
 }
 
 /// An episode whose sequence is in the engine.
@@ -91,11 +92,13 @@ impl<'a> Collector<'a> {
         template: &'a ChatTemplate,
         config: &'a CollectorConfig,
     ) -> Self {
+        let detect = || ToolCallFormat::detect(template.source());
         Self {
             engine,
             tokenizer,
             template,
             config,
+            tool_call_format: config.tool_call_format.unwrap_or_else(detect),
         }
     }
 
@@ -163,6 +166,8 @@ impl<'a> Collector<'a> {
                 }
             }
         }
+        // What is kept for sequences to come would take memory from what follows, such as training.
+        self.engine.trim();
         stats.seconds = started.elapsed().as_secs_f64();
         let groups = task_ids
             .into_iter()
@@ -252,12 +257,10 @@ impl<'a> Collector<'a> {
         finished: Finished,
         sender: mpsc::Sender<Answered>,
     ) -> Result<(), RolloutError> {
-        let end = match finished.finish_reason {
-            FinishReason::Stop => finished.tokens.len().saturating_sub(1),
-            FinishReason::Length => finished.tokens.len(),
-        };
         let turn = SampledTurn {
-            text: self.tokenizer.decode(&finished.tokens[..end])?,
+            text: finished.text(self.tokenizer)?,
+            format: self.tool_call_format,
+            is_sampled: finished.is_sampled,
             tokens: finished.tokens,
             logprobs: finished.logprobs,
             finish: finished.finish_reason,

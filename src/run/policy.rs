@@ -171,6 +171,7 @@ pub fn trainable(config: &RunConfig) -> Trainable {
         config::TrainMode::Lora => Trainable::Lora(LoraConfig {
             rank: config.trainer.lora_rank,
             alpha: config.trainer.lora_alpha,
+            use_rslora: false,
             target_modules: config.trainer.lora_targets.clone(),
         }),
     }

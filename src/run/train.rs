@@ -14,7 +14,7 @@ use super::summary::{Difference, Measured, Summary};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
 use crate::config::{LossType, RunConfig, ScaleRewards};
-use crate::engine::{Engine, EngineConfig};
+use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::rollout::{CollectionSeed, Collector, CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
     AdamW, AdamWConfig, AdvantageConfig, Aggregation, GrpoConfig, GrpoTrainer, LossConfig,
@@ -163,6 +163,7 @@ pub fn train(
         report: &before,
     });
     let collector_config = workbench.collector(config.rollout.temperature);
+    collector_config.sampling.check_trainable()?;
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     let mut tokens = 0;
     for step in 1..=steps {
@@ -309,6 +310,7 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
     let engine = EngineConfig {
         max_cache_tokens: config.rollout.max_cache_tokens,
         max_context: config.rollout.max_total_tokens,
+        prefix_caching: PrefixCaching::Prompts,
         ..EngineConfig::default()
     };
     Ok(Engine::new(Arc::clone(&policy.decoder), engine)?)

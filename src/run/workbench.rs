@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::RunError;
 use super::policy::Policy;
-use crate::chat::RenderOptions;
+use crate::chat::{RenderOptions, ToolCallFormat};
 use crate::config::{RunConfig, TaskConfig};
-use crate::engine::SamplingParams;
+use crate::engine::{SamplingParams, ThinkingBudget};
 use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
 use crate::hub::Hub;
@@ -33,17 +33,27 @@ pub struct Workbench {
     max_new_tokens: usize,
     max_total_tokens: usize,
     stop_token_ids: Vec<u32>,
+    thinking: Option<ThinkingBudget>,
+    tool_call_format: Option<ToolCallFormat>,
 }
 
 impl Workbench {
     /// Puts together what `config` asks for.
-    #[must_use]
+    ///
+    /// # Errors
+    ///
+    /// Fails where reasoning is limited and the model has no token that ends it.
     pub fn new(
         config: &RunConfig,
         policy: &Policy,
         sandbox: Arc<dyn Sandbox>,
         grader: Arc<dyn Grader>,
-    ) -> Self {
+    ) -> Result<Self, RunError> {
+        let thinking = config
+            .rollout
+            .max_thinking_tokens
+            .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
+            .transpose()?;
         let use_tools = policy.knows_tools();
         let system_prompt = match &config.rollout.system_prompt {
             Some(prompt) => Some(prompt.clone()),
@@ -62,7 +72,7 @@ impl Workbench {
             system_prompt: config.rollout.system_prompt.clone(),
             ..environment.clone()
         };
-        Self {
+        Ok(Self {
             sandbox,
             grader,
             environment: Arc::new(environment),
@@ -75,7 +85,9 @@ impl Workbench {
             max_new_tokens: config.rollout.max_new_tokens,
             max_total_tokens: config.rollout.max_total_tokens,
             stop_token_ids: policy.stop_token_ids.clone(),
-        }
+            thinking,
+            tool_call_format: config.rollout.tool_call_format,
+        })
     }
 
     /// Returns how episodes are sampled at `temperature`.
@@ -88,6 +100,7 @@ impl Workbench {
                 temperature,
                 max_new_tokens: self.max_new_tokens,
                 stop_token_ids: self.stop_token_ids.clone(),
+                thinking: self.thinking.clone(),
                 ..SamplingParams::default()
             },
             max_context: self.max_total_tokens,
@@ -96,6 +109,7 @@ impl Workbench {
                 ..self.render.clone()
             },
             use_tools: self.use_tools,
+            tool_call_format: self.tool_call_format,
         }
     }
 

@@ -211,7 +211,7 @@ pub fn load_checkpoint(
     if file.is_adapter {
         decoder.load_adapter(&LoraAdapter::load(path, wide, &Device::Cpu)?)?;
     } else {
-        decoder.set_variables(&load_weights(path, wide, &Device::Cpu)?)?;
+        decoder.set_variables(&load_weights(path, decoder.config(), wide, &Device::Cpu)?)?;
     }
     optimizer.restore(&moments, file.optimizer_steps)?;
     Ok(file.state)

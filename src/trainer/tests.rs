@@ -5,7 +5,7 @@ use rstest::rstest;
 
 use super::*;
 use crate::engine::model::tests_support::{
-    formula, formula_weights, golden, golden_folder, random_tokens, toy,
+    biased_llama, formula, formula_weights, golden, golden_folder, random_tokens, scaled_llama, toy,
 };
 use crate::engine::model::{
     Adapters, Decoder, LoraAdapter, LoraConfig, ModelConfig, ModelType, PackedBatch, Trainable,
@@ -22,7 +22,10 @@ fn lora() -> Trainable {
 
 /// A toy whose numbers are large enough for every part to matter.
 fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
-    let config = toy(kind);
+    decoder_of(toy(kind), dtype, trainable)
+}
+
+fn decoder_of(config: ModelConfig, dtype: DType, trainable: &Trainable) -> Decoder {
     let mut weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
     for (name, weight) in &mut weights {
         if !name.ends_with("norm.weight") {
@@ -31,7 +34,7 @@ fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
     }
     let decoder = Decoder::new(config, weights, &Device::Cpu, trainable, 2).unwrap();
     for (index, (name, var)) in decoder.variables().iter().enumerate() {
-        if name.contains("lora_B") || name.contains("norm") {
+        if name.contains("lora_B") || name.contains("norm") || name.ends_with(".bias") {
             let values: Vec<f64> = (0..var.elem_count())
                 .map(|i| 0.6 + 0.3 * ((i * 7 + index) as f64).sin())
                 .collect();
@@ -111,10 +114,16 @@ fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64
 
 #[rstest]
 fn every_trainable_tensor_has_the_gradient_of_finite_differences(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(
+        toy(ModelType::Qwen3),
+        toy(ModelType::Qwen2),
+        toy(ModelType::Llama),
+        scaled_llama()
+    )]
+    config: ModelConfig,
     #[values(Trainable::Full, lora())] trainable: Trainable,
 ) {
-    let decoder = decoder(kind, DType::F64, &trainable);
+    let decoder = decoder_of(config, DType::F64, &trainable);
     let sequences = sequences(3);
     let temperature = 0.8;
     let pass = PassConfig {
@@ -616,12 +625,14 @@ fn schedules_warm_up_and_fall() {
 
 /// Compares with the numbers of transformers and PEFT (see `tests/golden/make_toy_models.py`).
 #[rstest]
-#[case("qwen3", ModelType::Qwen3, Trainable::Full)]
-#[case("llama", ModelType::Llama, Trainable::Full)]
-#[case("qwen3_lora", ModelType::Qwen3, lora())]
+#[case("qwen3", toy(ModelType::Qwen3), Trainable::Full)]
+#[case("qwen2", toy(ModelType::Qwen2), Trainable::Full)]
+#[case("llama", toy(ModelType::Llama), Trainable::Full)]
+#[case("llama_biases", biased_llama(), Trainable::Full)]
+#[case("qwen3_lora", toy(ModelType::Qwen3), lora())]
 fn logits_and_gradients_are_those_of_transformers(
     #[case] name: &str,
-    #[case] kind: ModelType,
+    #[case] config: ModelConfig,
     #[case] trainable: Trainable,
 ) {
     let text = fs_err::read_to_string(golden_folder().join("toy_models.json")).unwrap();
@@ -629,7 +640,6 @@ fn logits_and_gradients_are_those_of_transformers(
     let case = &golden["models"][name];
     let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
 
-    let config = toy(kind);
     let weights = formula_weights(&config, DType::F64);
     let decoder = Decoder::new(config, weights, &Device::Cpu, &trainable, 0).unwrap();
     if decoder.lora().is_some() {

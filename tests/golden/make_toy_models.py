@@ -1,4 +1,4 @@
-"""Makes toy_models.json and toy_adapter/: two toy decoders as transformers and PEFT compute them.
+"""Makes toy_models.json and the toy adapters: toy decoders as transformers and PEFT compute them.
 
     pip install torch==2.15.0 transformers==5.24.0 peft==0.21.2
     python tests/golden/make_toy_models.py
@@ -12,7 +12,14 @@ import pathlib
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HERE = pathlib.Path(__file__).parent
 SHAPE = dict(
@@ -25,8 +32,27 @@ SHAPE = dict(
     head_dim=6,
     max_position_embeddings=256,
     rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    attention_bias=False,
+)
+THETA = 10000.0
+PLAIN = dict(rope_type="default", rope_theta=THETA)
+ROPES = dict(
+    linear=dict(rope_type="linear", factor=4.0),
+    llama3=dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=256,
+    ),
+    yarn=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
+    yarn_own_factors=dict(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=128,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        attention_factor=0.9,
+    ),
 )
 TOKENS = [[3, 14, 0, 7, 18, 2, 2, 9, 11, 5, 16, 1], [8, 1, 6, 17, 4]]
 
@@ -62,34 +88,77 @@ def evaluate(model, parameters):
     return dict(logits=logits, loss=loss.item(), gradients=gradients)
 
 
+def last_logits(model):
+    """Logits behind the last three tokens of each sequence."""
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).logits[0, -3:].tolist() for tokens in TOKENS]
+
+
+def toy(build, config, **fields):
+    config = config(**SHAPE, **{"rope_parameters": PLAIN, **fields})
+    model = build(config).double().eval()
+    fill(model.named_parameters())
+    return model
+
+
+def qwen3():
+    return toy(Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
+
+
+def adapt(config):
+    """Puts an adapter on the Qwen3 toy; returns its parameters, too, by their names in the base."""
+    adapted = get_peft_model(qwen3(), config).double()
+    parameters = [
+        (name.removeprefix("base_model.model.").replace(".default", ""), tensor)
+        for name, tensor in adapted.named_parameters()
+        if tensor.requires_grad
+    ]
+    fill(parameters)
+    return adapted, parameters
+
+
+def save(adapted, folder):
+    adapted.float().save_pretrained(HERE / folder)
+    (HERE / folder / "README.md").unlink(missing_ok=True)
+
+
 def main():
     golden = dict(
         made_by="tests/golden/make_toy_models.py: torch 2.15.0, transformers 5.24.0, peft 0.21.2",
         tokens=TOKENS,
         models={},
+        last_logits={},
     )
-    for kind, config, build in [
-        ("qwen3", Qwen3Config(**SHAPE, tie_word_embeddings=True), Qwen3ForCausalLM),
-        ("llama", LlamaConfig(**SHAPE, tie_word_embeddings=False), LlamaForCausalLM),
+    models = golden["models"]
+    biases = dict(attention_bias=True, mlp_bias=True)
+    for kind, model in [
+        ("qwen3", qwen3()),
+        ("llama", toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)),
+        ("qwen2", toy(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True)),
+        ("llama_biases", toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False, **biases)),
     ]:
-        model = build(config).double().eval()
-        parameters = list(model.named_parameters())
-        fill(parameters)
-        golden["models"][kind] = evaluate(model, parameters)
-        if kind == "llama":
-            continue
-        lora = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-        adapted = get_peft_model(model, lora).double()
-        prefix, infix = "base_model.model.", ".default"
-        parameters = [
-            (name.removeprefix(prefix).replace(infix, ""), tensor)
-            for name, tensor in adapted.named_parameters()
-            if tensor.requires_grad
-        ]
-        fill(parameters)
-        golden["models"]["qwen3_lora"] = evaluate(adapted, parameters)
-        adapted.float().save_pretrained(HERE / "toy_adapter")
-        (HERE / "toy_adapter" / "README.md").unlink(missing_ok=True)
+        models[kind] = evaluate(model, list(model.named_parameters()))
+    for kind, rope in ROPES.items():
+        rope = dict(rope, rope_theta=THETA)
+        model = toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False, rope_parameters=rope)
+        golden["last_logits"][kind] = last_logits(model)
+
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted, parameters = adapt(lora)
+    models["qwen3_lora"] = evaluate(adapted, parameters)
+    save(adapted, "toy_adapter")
+    lora = LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=r".*self_attn\.(q|v)_proj",
+        use_rslora=True,
+        rank_pattern={"layers.1.self_attn.q_proj": 4},
+        alpha_pattern={"v_proj": 5},
+        task_type="CAUSAL_LM",
+    )
+    adapted, _ = adapt(lora)
+    golden["last_logits"]["rslora"] = last_logits(adapted)
+    save(adapted, "toy_adapter_rslora")
     (HERE / "toy_models.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 

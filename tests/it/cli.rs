@@ -58,7 +58,9 @@ fn exec_json(arguments: &[&str], program: &str) -> (i32, Value) {
 fn help_names_every_command() {
     let output = wardian(&["--help"]);
     assert_eq!(output.status.code(), Some(0));
-    for command in ["train", "sft", "eval", "exec", "grade", "task", "runtime"] {
+    for command in [
+        "train", "sft", "eval", "chat", "serve", "exec", "grade", "task", "runtime",
+    ] {
         assert!(text(&output.stdout).contains(command));
     }
 }

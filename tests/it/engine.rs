@@ -10,16 +10,20 @@
     reason = "helpers of tests, which may fail and may say that they skip"
 )]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
+use rstest::rstest;
 use serde_json::Value;
-use wardian::engine::model::{Adapters, Decoder, PackedBatch, Trainable};
+use wardian::engine::model::{
+    Adapters, Decoder, LoraConfig, ModelConfig, PackedBatch, Trainable, random_weights,
+};
 use wardian::engine::{
     Engine, EngineConfig, EngineError, FinishReason, LoadedModel, SamplingParams, SequenceSeed,
     Tokenizer,
 };
+use wardian::hub::Hub;
 
 struct Loaded {
     decoder: Arc<Decoder>,
@@ -165,33 +169,37 @@ fn the_tokenizer_inside_the_file_is_the_published_one() {
     assert_eq!(loaded.chat_template.as_deref(), Some(template.as_str()));
 }
 
-#[test]
-fn a_saved_folder_loads_again() {
-    let folder = tempfile::tempdir().unwrap();
+/// Writes a tiny model with its tokenizer.
+fn save_toy(folder: &Path) -> Decoder {
     let tokenizer = Tokenizer::byte_level(&["<|im_start|>", "<|im_end|>"]).unwrap();
-    let config = wardian::engine::model::ModelConfig::from_json(
+    let config = ModelConfig::from_json(
         r#"{"model_type": "qwen3", "vocab_size": 258, "hidden_size": 16, "intermediate_size": 16,
             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
             "head_dim": 8, "tie_word_embeddings": true, "eos_token_id": 256}"#,
     )
     .unwrap();
-    let weights =
-        wardian::engine::model::random_weights(&config, 3, DType::F32, &Device::Cpu).unwrap();
-    let decoder = Decoder::new(config.clone(), weights, &Device::Cpu, &Trainable::Full, 0).unwrap();
-    decoder.save(folder.path()).unwrap();
+    let weights = random_weights(&config, 3, DType::F32, &Device::Cpu).unwrap();
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &Trainable::Full, 0).unwrap();
+    decoder.save(folder).unwrap();
     tokenizer
-        .save(folder.path(), Some("{{ messages[0].content }}"))
+        .save(folder, Some("{{ messages[0].content }}"))
         .unwrap();
     fs_err::write(
-        folder.path().join("generation_config.json"),
+        folder.join("generation_config.json"),
         r#"{"eos_token_id": [5, 256]}"#,
     )
     .unwrap();
+    decoder
+}
 
+#[test]
+fn a_saved_folder_loads_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let decoder = save_toy(folder.path());
     let source = folder.path().to_str().unwrap();
     let open = || LoadedModel::open(source, DType::F32, &Device::Cpu);
     let model = open().unwrap();
-    assert_eq!(model.config, config);
+    assert_eq!(&model.config, decoder.config());
     assert_eq!(model.stop_token_ids, [5, 256, 257]);
     assert_eq!(
         model.chat_template.as_deref(),
@@ -230,8 +238,9 @@ fn a_saved_folder_loads_again() {
     assert!(matches!(
         error,
         EngineError::VocabularyMismatch {
-            tokenizer: 258,
-            model: 200
+            tokenizer: 257,
+            model: 200,
+            ..
         }
     ));
     fs_err::write(&config_file, text.replace("\"qwen3\"", "\"mamba\"")).unwrap();
@@ -239,6 +248,218 @@ fn a_saved_folder_loads_again() {
     fs_err::remove_file(folder.path().join("tokenizer.json")).unwrap();
     fs_err::write(&config_file, text).unwrap();
     assert!(open().unwrap_err().to_string().contains("tokenizer.json"));
+}
+
+/// Requests with different adapters, and without, run together as they run alone.
+#[test]
+fn each_sequence_has_its_own_adapter() {
+    let base = || {
+        let folder = tempfile::tempdir().unwrap();
+        save_toy(folder.path());
+        let model = LoadedModel::from_folder(folder.path(), DType::F32, &Device::Cpu).unwrap();
+        (model.config, model.weights)
+    };
+    let decoder = |trainable: &Trainable| {
+        let (config, mut weights) = base();
+        // Ten times as large, so that tokens differ clearly in probability.
+        for (name, tensor) in &mut weights {
+            if !name.ends_with("norm.weight") {
+                *tensor = (&*tensor * 10.0).unwrap();
+            }
+        }
+        Decoder::new(config, weights, &Device::Cpu, trainable, 7).unwrap()
+    };
+    let trained = decoder(&Trainable::Lora(LoraConfig::default()));
+    let adapter = |strength: f64| {
+        for (name, var) in trained.variables() {
+            if name.contains("lora_B") {
+                let len = var.elem_count();
+                let values: Vec<f32> = (0..len).map(|i| (i as f32 * 0.7).sin()).collect();
+                let values = candle_core::Tensor::from_vec(values, var.shape(), &Device::Cpu);
+                var.set(&(values.unwrap() * strength).unwrap()).unwrap();
+            }
+        }
+        let mut adapter = trained.adapter(None).unwrap();
+        for tensor in adapter.tensors.values_mut() {
+            *tensor = tensor.copy().unwrap();
+        }
+        adapter
+    };
+    let decoder = Arc::new(decoder(&Trainable::Frozen));
+    let weak = decoder.add_adapter("weak", &adapter(0.05)).unwrap();
+    let strong = decoder.add_adapter("strong", &adapter(0.5)).unwrap();
+    let params = SamplingParams {
+        max_new_tokens: 12,
+        ..SamplingParams::default()
+    };
+    let prompt: Vec<u32> = b"A prompt that is longer than a block of the cache"
+        .iter()
+        .map(|&b| b.into())
+        .collect();
+    let engine = || Engine::new(Arc::clone(&decoder), EngineConfig::default()).unwrap();
+    let run = |engine: &mut Engine| {
+        let mut turns = std::collections::BTreeMap::new();
+        while engine.running() > 0 {
+            for finished in engine.step().unwrap() {
+                turns.insert(finished.id, (finished.tokens, finished.logprobs));
+            }
+        }
+        turns
+    };
+    let seed = SequenceSeed::default();
+    let alone: Vec<_> = [None, Some(weak), Some(strong)]
+        .into_iter()
+        .map(|adapter| {
+            let mut engine = engine();
+            let id = engine.add(prompt.clone(), params.clone(), seed).unwrap();
+            engine.set_adapter(id, adapter).unwrap();
+            run(&mut engine).remove(&id).unwrap()
+        })
+        .collect();
+    assert!(alone[0] != alone[1] && alone[1] != alone[2]);
+
+    // One after the other, each finds the keys and values of its own adapter only.
+    let mut after = engine();
+    for (round, adapter) in [
+        None,
+        Some(weak),
+        Some(strong),
+        None,
+        Some(weak),
+        Some(strong),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let before = after.stats().prefix_hit_tokens;
+        let id = after.add(prompt.clone(), params.clone(), seed).unwrap();
+        after.set_adapter(id, adapter).unwrap();
+        let turn = run(&mut after).remove(&id).unwrap();
+        after.release(id).unwrap();
+        assert_eq!(turn, alone[round % 3], "round {round}");
+        let found = after.stats().prefix_hit_tokens - before;
+        assert_eq!(found > 0, round >= 3, "round {round}");
+    }
+    drop(after);
+
+    // Together, and in a group whose prompt two of them share.
+    let mut together = engine();
+    let group = together.add_group(&prompt, &params, &[seed; 4]).unwrap();
+    together.set_adapter(group[0], Some(strong)).unwrap();
+    together.set_adapter(group[1], None).unwrap();
+    together.set_adapter(group[2], Some(weak)).unwrap();
+    let turns = run(&mut together);
+    assert_eq!(turns[&group[0]], alone[2]);
+    assert_eq!(turns[&group[1]], alone[0]);
+    assert_eq!(turns[&group[2]], alone[1]);
+    assert_eq!(turns[&group[3]], alone[2], "it went with its leader");
+
+    // A fork keeps the adapter; another adapter computes the same tokens anew.
+    let fork = together.fork(group[2], seed).unwrap();
+    let other = together.fork(group[2], seed).unwrap();
+    together.set_adapter(other, Some(strong)).unwrap();
+    let mut fresh = engine();
+    let mut expected = Vec::new();
+    for (id, adapter) in [(fork, weak), (other, strong)] {
+        let mut tokens = together.tokens(id).unwrap().to_vec();
+        together.extend(id, &[65, 66]).unwrap();
+        tokens.extend([65, 66]);
+        let id = fresh.add(tokens, params.clone(), seed).unwrap();
+        fresh.set_adapter(id, Some(adapter)).unwrap();
+        expected.push(id);
+    }
+    let (turns, alone) = (run(&mut together), run(&mut fresh));
+    assert_eq!(turns[&fork], alone[&expected[0]]);
+    assert_eq!(turns[&other], alone[&expected[1]]);
+    assert_ne!(turns[&fork], turns[&other]);
+
+    // What is in use stays; what is not there is refused.
+    let error = decoder.remove_adapter(weak).unwrap_err();
+    assert!(error.to_string().contains("`weak` is in use"), "{error}");
+    drop(together);
+    decoder.remove_adapter(weak).unwrap_err();
+    drop(fresh);
+    let mut engine = engine();
+    decoder.remove_adapter(weak).unwrap();
+    let id = engine.add(prompt, params, seed).unwrap();
+    assert!(engine.set_adapter(id, Some(weak)).is_err());
+    engine.set_adapter(id, Some(strong)).unwrap();
+    engine.step().unwrap();
+    let error = engine.set_adapter(id, None).unwrap_err();
+    assert!(
+        matches!(error, EngineError::StillGenerating { .. }),
+        "{error}"
+    );
+}
+
+/// The cache as the Python tools lay it out: snapshots of links into a folder of blobs.
+#[test]
+fn a_model_in_the_hubs_cache_loads_offline() {
+    let (folder, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let decoder = save_toy(folder.path());
+    let repository = cache.path().join("models--owner--toy");
+    let snapshot = repository.join("snapshots/0123abc");
+    for part in ["refs", "blobs", "snapshots/0123abc"] {
+        fs_err::create_dir_all(repository.join(part)).unwrap();
+    }
+    fs_err::write(repository.join("refs/main"), "0123abc").unwrap();
+    for (index, entry) in fs_err::read_dir(folder.path()).unwrap().enumerate() {
+        let entry = entry.unwrap();
+        fs_err::copy(entry.path(), repository.join(format!("blobs/{index}"))).unwrap();
+        let link = snapshot.join(entry.file_name());
+        fs_err::os::unix::fs::symlink(format!("../../blobs/{index}"), link).unwrap();
+    }
+    let hub = Hub::offline(cache.path());
+    for name in ["owner/toy", "owner/toy@0123abc"] {
+        let found = hub.model_folder(&name.parse().unwrap()).unwrap();
+        let model = LoadedModel::from_folder(&found, DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(&model.config, decoder.config());
+        assert_eq!(model.weights.len(), decoder.weights().len());
+    }
+    let error = hub.model_folder(&"owner/toy@other".parse().unwrap());
+    assert!(error.unwrap_err().to_string().contains("HF_HUB_OFFLINE"));
+}
+
+/// One clear error, which names the file and what is wrong in it.
+#[rstest]
+#[case("config.json", "{", &["config.json"])]
+#[case("config.json", "{}", &["config.json"])]
+#[case("config.json", "[[[[", &["config.json"])]
+#[case::heads("config.json", "num_attention_heads=0", &["config.json", "num_attention_heads"])]
+#[case::groups("config.json", "num_key_value_heads=3", &["config.json", "num_key_value_heads"])]
+#[case::layers("config.json", "num_hidden_layers=1099511627776", &["config.json", "num_hidden_layers"])]
+#[case::one_layer_more("config.json", "num_hidden_layers=2", &["missing tensor `model.layers.1"])]
+#[case::wider("config.json", "hidden_size=32", &["model.safetensors", "expected ["])]
+#[case::vocabulary("config.json", "vocab_size=257", &["tokenizer does not fit the model"])]
+#[case::tensor("config.json", "model_type=\"qwen2\"", &["model.safetensors", "k_norm"])]
+#[case("tokenizer.json", "{}", &["tokenizer.json"])]
+#[case("tokenizer.json", "", &["tokenizer.json"])]
+#[case("tokenizer_config.json", "{", &["tokenizer_config.json"])]
+#[case("generation_config.json", "]", &["generation_config.json"])]
+#[case("model.safetensors", "", &["model.safetensors"])]
+#[case("model.safetensors", "\u{1}\0\0\0\0\0\0\u{1}{", &["model.safetensors"])]
+fn a_damaged_folder_says_which_file_and_why(
+    #[case] file: &str,
+    #[case] content: &str,
+    #[case] expected: &[&str],
+) {
+    let folder = tempfile::tempdir().unwrap();
+    save_toy(folder.path());
+    let path = folder.path().join(file);
+    match content.split_once('=') {
+        Some((key, value)) => {
+            let mut config: Value = serde_json::from_slice(&fs_err::read(&path).unwrap()).unwrap();
+            config[key] = serde_json::from_str(value).unwrap();
+            fs_err::write(&path, config.to_string()).unwrap();
+        }
+        None => fs_err::write(&path, content).unwrap(),
+    }
+    let found = LoadedModel::from_folder(folder.path(), DType::F32, &Device::Cpu);
+    let error = found.unwrap_err();
+    assert!(error.is_input(), "{error}");
+    for expected in expected {
+        assert!(error.to_string().contains(expected), "{error}");
+    }
 }
 
 #[test]

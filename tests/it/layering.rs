@@ -15,11 +15,12 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("grader", &["sandbox"]),
     ("task", &["grader", "hub"]),
     ("trajectory", &["chat"]),
+    ("openai", &["chat", "engine"]),
     ("env", &["chat", "grader", "sandbox", "task"]),
     ("rollout", &["chat", "engine", "env", "task", "trajectory"]),
     ("trainer", &["engine", "rollout", "trajectory"]),
     ("eval", &["rollout", "task", "trajectory"]),
-    ("config", &["grader", "sandbox", "task"]),
+    ("config", &["chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),
     ("cli", &[ABOVE]),
 ];

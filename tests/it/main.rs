@@ -9,6 +9,7 @@ mod layering;
 mod reward_attacks;
 mod run;
 mod sandbox;
+mod serve;
 mod task;
 mod task_validation;
 mod trajectory;

@@ -1,11 +1,13 @@
 //! One file a command.
 
+pub(super) mod chat;
 pub(super) mod eval;
 pub(super) mod exec;
 pub(super) mod grade;
 mod grading;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
+pub(super) mod serve;
 mod setup;
 pub(super) mod sft;
 pub(super) mod task;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::runtime::Sandboxes;
-use crate::cli::args::ConfigArgs;
+use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
 use crate::config::RunConfig;
 use crate::engine::model::{LoraAdapter, Trainable};
@@ -147,7 +147,7 @@ pub(super) fn load(
         Trainable::Frozen
     };
     let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
-    let workbench = workbench(&config, &policy, sandboxes);
+    let workbench = workbench(&config, &policy, sandboxes)?;
     Ok(Loaded {
         config,
         policy,
@@ -156,8 +156,41 @@ pub(super) fn load(
     })
 }
 
+/// A model to talk to.
+#[derive(Debug)]
+pub(super) struct LoadedModel {
+    /// Its name, as the user gave it.
+    pub(super) name: String,
+    pub(super) config: RunConfig,
+    pub(super) policy: Policy,
+    /// Keeps the starter's files where there is no cache folder.
+    _scratch: Option<tempfile::TempDir>,
+}
+
+/// Loads a model without the means to train it.
+pub(super) fn load_model(args: &ModelArgs) -> Result<LoadedModel, Failure> {
+    let resolved = resolve(&ConfigArgs {
+        config: None,
+        model: args.model.clone(),
+        tasks: None,
+        seed: None,
+        overrides: args.overrides.clone(),
+    })?;
+    let policy = Policy::load(&resolved.config, &Trainable::Frozen).map_err(Failure::from)?;
+    Ok(LoadedModel {
+        name: args.model.clone().unwrap_or_else(|| STARTER.to_owned()),
+        config: resolved.config,
+        policy,
+        _scratch: resolved.scratch,
+    })
+}
+
 /// Puts the workbench together.
-pub(super) fn workbench(config: &RunConfig, policy: &Policy, sandboxes: Sandboxes) -> Workbench {
+pub(super) fn workbench(
+    config: &RunConfig,
+    policy: &Policy,
+    sandboxes: Sandboxes,
+) -> Result<Workbench, Failure> {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.grade_fuel,
@@ -165,7 +198,7 @@ pub(super) fn workbench(config: &RunConfig, policy: &Policy, sandboxes: Sandboxe
         ..Limits::default()
     });
     let graders = GraderRegistry::standard(&sandboxes.grading, &limits);
-    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders))
+    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders)).map_err(Failure::from)
 }
 
 /// Returns `runs/<time>-<name>`.

@@ -75,7 +75,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         let config = resolved.config;
         let policy =
             Policy::from_scratch(config.model.path.as_ref(), config.seed).map_err(Failure::from)?;
-        let workbench = setup::workbench(&config, &policy, sandboxes);
+        let workbench = setup::workbench(&config, &policy, sandboxes)?;
         Loaded {
             config,
             policy,

@@ -15,9 +15,10 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, D, DType, Device, Layout, Shape, Storage, Tensor, Var,
 };
 
+use super::adapters::RowAdapters;
 use super::decoder::{Decoder, Layer};
 use super::gradients::Gradients;
-use super::linear::{Linear, Parameter};
+use super::linear::{Linear, Lora, Parameter};
 use super::{Adapters, ModelError, PackedBatch};
 use crate::engine::kv_cache::{KvCache, RowId, TensorRow};
 
@@ -78,7 +79,7 @@ struct Pass<'a> {
     /// Cosines and sines, `[n, 1, head_dim / 2]`.
     cos: Tensor,
     sin: Tensor,
-    adapters: Adapters,
+    adapters: RowAdapters,
     layout: Vec<SegmentGroup>,
 }
 
@@ -110,15 +111,15 @@ impl<'a> Pass<'a> {
         let device = decoder.device();
         let half = config.head_dim / 2;
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        let scaling = &config.rope_scaling;
+        let frequencies = scaling.frequencies(config.head_dim, config.rope_theta);
+        let scale = scaling.attention_factor();
         for &position in batch.positions() {
-            for i in 0..half {
-                let exponent = -2.0 * i as f64 / config.head_dim as f64;
-                #[expect(clippy::cast_possible_truncation, reason = "as transformers rounds")]
-                let frequency = config.rope_theta.powf(exponent) as f32;
+            for frequency in &frequencies {
                 #[expect(clippy::cast_precision_loss, reason = "as transformers rounds")]
                 let angle = f64::from(position as f32 * frequency);
-                cos.push(angle.cos());
-                sin.push(angle.sin());
+                cos.push(scale * angle.cos());
+                sin.push(scale * angle.sin());
             }
         }
         let shape = (batch.len(), 1, half);
@@ -142,7 +143,7 @@ impl<'a> Pass<'a> {
             batch,
             cos: table(cos)?,
             sin: table(sin)?,
-            adapters,
+            adapters: decoder.row_adapters(batch, adapters)?,
             layout,
         })
     }
@@ -180,17 +181,30 @@ impl<'a> Pass<'a> {
                 weight: weight.clone(),
             })?
         };
-        let Some(lora) = linear
-            .lora
-            .as_ref()
-            .filter(|_| self.adapters == Adapters::On)
-        else {
-            return Ok(y);
+        let y = match &linear.bias {
+            Some(bias) => y.broadcast_add(bias.tensor())?,
+            None => y,
         };
-        let (a, b) = (lora.a.tensor(), lora.b.tensor());
-        let low = x.to_dtype(a.dtype())?.matmul(&a.t()?)?;
-        let update = (low.matmul(&b.t()?)? * lora.scale)?;
-        y + update.to_dtype(x.dtype())?
+        if let Some(lora) = &linear.lora
+            && self.adapters.own == Adapters::On
+        {
+            return y + update(lora, &x)?;
+        }
+        // Rows without an adapter are taken as they are.
+        let mut parts = Vec::new();
+        let mut done = 0;
+        for (rows, lora) in self.adapters.updates(linear) {
+            let (start, length) = (rows.start, rows.len());
+            parts.push(y.narrow(0, done, start - done)?);
+            let x = x.narrow(0, start, length)?.contiguous()?;
+            parts.push((y.narrow(0, start, length)? + update(lora, &x)?)?);
+            done = rows.end;
+        }
+        if parts.is_empty() {
+            return Ok(y);
+        }
+        parts.push(y.narrow(0, done, y.dim(0)? - done)?);
+        Tensor::cat(&parts, 0)
     }
 
     /// Rotates `x` `[n, heads, head_dim]`.
@@ -296,6 +310,13 @@ impl<'a> Pass<'a> {
             .reshape((s * t, heads * dim))?
             .index_select(&group.scatter, 0)
     }
+}
+
+/// Returns an adapter's update `scale * (x A^T) B^T` in the type of `x`.
+fn update(lora: &Lora, x: &Tensor) -> candle_core::Result<Tensor> {
+    let (a, b) = (lora.a.tensor(), lora.b.tensor());
+    let low = x.to_dtype(a.dtype())?.matmul(&a.t()?)?;
+    (low.matmul(&b.t()?)? * lora.scale)?.to_dtype(x.dtype())
 }
 
 /// Softmax over the last dimension in `f32` at least, with a backward pass.

@@ -1,19 +1,22 @@
 //! The decoder and its passes.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor, Var};
 use fs_err as fs;
 
+use super::adapters::{AdapterId, AdapterLease, AdapterRegistry, RowAdapters};
 use super::composed::{self, ComposedTape};
+use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
-use super::linear::{Linear, Parameter, ParameterBuilder};
+use super::linear::{Linear, Lora, Parameter, ParameterBuilder};
 use super::lora::{LoraAdapter, LoraConfig};
 use super::ops::{HeadShape, Values};
-use super::weights::{Weights, io_error, tensor_shapes, write_safetensors};
+use super::safetensors_file::write_safetensors;
+use super::weights::Weights;
 use super::{ModelConfig, ModelError, PackedBatch};
 use crate::engine::kv_cache::{KvCache, RowId};
 
@@ -74,6 +77,7 @@ impl Layer {
         parameters.extend(&self.k_norm);
         for linear in self.linears() {
             parameters.push(&linear.weight);
+            parameters.extend(&linear.bias);
             parameters.extend(linear.lora.iter().flat_map(|lora| [&lora.a, &lora.b]));
         }
         parameters
@@ -96,6 +100,8 @@ pub struct Decoder {
     /// Present if the passes run on our own kernels.
     rope: Option<FusedRope>,
     version: AtomicU64,
+    /// Adapters beside the weights.
+    served: AdapterRegistry,
 }
 
 /// What a forward pass keeps for its backward pass. Valid until the weights change.
@@ -205,7 +211,7 @@ impl Decoder {
             Some(builder.take_matrix("lm_head.weight".to_owned(), vocab, hidden)?)
         };
         let variables = builder.finish()?;
-        let rope = is_fused.then(|| FusedRope::new(dtype, config.head_dim, config.rope_theta));
+        let rope = is_fused.then(|| FusedRope::new(dtype, &config));
         Ok(Self {
             config,
             device: device.clone(),
@@ -218,6 +224,7 @@ impl Decoder {
             variables,
             rope,
             version: AtomicU64::new(0),
+            served: AdapterRegistry::default(),
         })
     }
 
@@ -245,10 +252,8 @@ impl Decoder {
 
     /// Returns the number of weights, adapters not counted.
     pub fn parameter_count(&self) -> usize {
-        tensor_shapes(&self.config)
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>())
-            .sum()
+        // It fits, as the configuration was validated.
+        self.config.parameter_count().unwrap_or(usize::MAX)
     }
 
     /// Returns a number that grows with every update of the weights.
@@ -288,6 +293,100 @@ impl Decoder {
             self.rope.is_some(),
             max_tokens,
         )
+    }
+
+    // === Adapters beside the weights ===
+
+    /// Adds an adapter that segments of a batch may ask for
+    /// ([`PackedBatch::push_adapted`]). The weights stay as they are.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the name is taken, if a tensor is missing, left over or of another shape than this
+    /// model's layers say, or if the model has an adapter of its own, which is being trained.
+    pub fn add_adapter(&self, name: &str, adapter: &LoraAdapter) -> Result<AdapterId, ModelError> {
+        if self.lora.is_some() {
+            return Err(ModelError::Unsupported {
+                field: "adapter",
+                found: "a model with an adapter of its own".to_owned(),
+                supported: "a decoder built with `Trainable::Frozen` or `Trainable::Full`",
+            });
+        }
+        let wide = match self.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let mut updates = HashMap::new();
+        let mut left: HashMap<&String, &Tensor> = adapter.tensors.iter().collect();
+        for linear in self.layers.iter().flat_map(Layer::linears) {
+            let weight = linear.weight.name();
+            let path = weight.strip_suffix(".weight").unwrap_or(weight);
+            let names = ["A", "B"].map(|part| format!("{path}.lora_{part}.weight"));
+            let (a, b) = match names.each_ref().map(|name| left.remove(name)) {
+                [None, None] => continue,
+                [Some(a), Some(b)] => (a, b),
+                [a, _] => {
+                    let [name_a, name_b] = names;
+                    let name = if a.is_some() { name_b } else { name_a };
+                    return Err(ModelError::MissingTensor { name });
+                }
+            };
+            let rank = a.dims().first().copied().unwrap_or(0);
+            let shapes = [[rank, linear.inputs], [linear.outputs, rank]];
+            let mut parts = Vec::with_capacity(2);
+            for ((name, tensor), expected) in names.into_iter().zip([a, b]).zip(shapes) {
+                if tensor.dims() != expected || rank == 0 {
+                    return Err(ModelError::TensorShape {
+                        name,
+                        expected: expected.to_vec(),
+                        found: tensor.dims().to_vec(),
+                    });
+                }
+                let tensor = tensor.to_device(&self.device)?.to_dtype(wide)?;
+                parts.push(Parameter::frozen(name, &tensor.contiguous()?));
+            }
+            let (Some(b), Some(a)) = (parts.pop(), parts.pop()) else {
+                unreachable!("two were pushed")
+            };
+            let scale = adapter.scale(path, rank);
+            updates.insert(weight.to_owned(), Lora { a, b, rank, scale });
+        }
+        if let Some(name) = left.into_keys().min() {
+            return Err(ModelError::UnexpectedTensor { name: name.clone() });
+        }
+        self.served.add(name, updates)
+    }
+
+    /// Removes an adapter that was added.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no such adapter, or if something holds on to it: a sequence of an engine, a
+    /// lease.
+    pub fn remove_adapter(&self, id: AdapterId) -> Result<(), ModelError> {
+        self.served.remove(id)
+    }
+
+    /// Returns the adapters that were added, with their names.
+    pub fn adapters(&self) -> Vec<(AdapterId, String)> {
+        self.served.list()
+    }
+
+    /// Returns a hold on an adapter: it cannot be removed as long as it lives.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no such adapter.
+    pub fn lease_adapter(&self, id: AdapterId) -> Result<AdapterLease, ModelError> {
+        self.served.lease(id)
+    }
+
+    pub(super) fn row_adapters(
+        &self,
+        batch: &PackedBatch,
+        own: Adapters,
+    ) -> Result<RowAdapters, ModelError> {
+        self.served.rows(batch, own)
     }
 
     pub(crate) fn head_shape(&self) -> HeadShape {
@@ -367,6 +466,15 @@ impl Decoder {
         recompute: bool,
     ) -> Result<(Tensor, Tape), ModelError> {
         self.check(batch)?;
+        let adapted = batch.adapters().iter().flatten().count();
+        if adapted > 0 {
+            // Their updates are frozen, and the backward pass knows nothing of them.
+            return Err(ModelError::Mismatch {
+                what: "segments with an adapter in a pass for training",
+                found: adapted,
+                expected: 0,
+            });
+        }
         let (hidden, kind) = match self.kind() {
             Kind::F32 => {
                 let (hidden, tape) = fused::forward::<f32>(self, batch, recompute)?;
@@ -445,7 +553,8 @@ impl Decoder {
     }
 
     /// Returns the hidden states `[n, hidden]` of new tokens, and appends their keys and values to
-    /// the cache. Segment `i` of the batch continues `rows[i]`.
+    /// the cache. Segment `i` of the batch continues `rows[i]`, with the adapter that the row's earlier
+    /// tokens were computed with.
     ///
     /// # Errors
     ///
@@ -604,6 +713,8 @@ impl Decoder {
             .map(|(name, var)| (name.clone(), var.as_detached_tensor()));
         Some(LoraAdapter {
             config,
+            alpha_pattern: BTreeMap::new(),
+            rank_pattern: BTreeMap::new(),
             base_model: base_model.map(str::to_owned),
             tensors: tensors.collect(),
         })
@@ -661,6 +772,16 @@ impl Decoder {
                 supported: "a decoder built with `Trainable::Lora` of the adapter's configuration",
             });
         };
+        adapter.check_uniform()?;
+        if config.use_rslora != adapter.config.use_rslora {
+            return Err(ModelError::InvalidConfig {
+                field: "use_rslora",
+                reason: format!(
+                    "{} in the adapter, {} here",
+                    adapter.config.use_rslora, config.use_rslora
+                ),
+            });
+        }
         if config.rank != adapter.config.rank {
             let (found, expected) = (adapter.config.rank, config.rank);
             return Err(ModelError::Mismatch {
@@ -698,7 +819,6 @@ fn take_layer(
     let queries = config.num_attention_heads * config.head_dim;
     let keys = config.num_key_value_heads * config.head_dim;
     let inner = config.intermediate_size;
-    let path = |name: &str| format!("model.layers.{index}.{name}");
     let weight = |name: &str| format!("model.layers.{index}.{name}.weight");
     let head_norm = |builder: &mut ParameterBuilder<'_>, name: &str| {
         config
@@ -706,17 +826,22 @@ fn take_layer(
             .then(|| builder.take(weight(name), config.head_dim))
             .transpose()
     };
+    let linear =
+        |builder: &mut ParameterBuilder<'_>, block: &str, module: &str, outputs, inputs| {
+            let path = format!("model.layers.{index}.{block}.{module}");
+            builder.take_linear(&path, outputs, inputs, config.has_bias(module))
+        };
     Ok(Layer {
         input_norm: builder.take(weight("input_layernorm"), hidden)?,
-        q_proj: builder.take_linear(&path("self_attn.q_proj"), queries, hidden)?,
-        k_proj: builder.take_linear(&path("self_attn.k_proj"), keys, hidden)?,
-        v_proj: builder.take_linear(&path("self_attn.v_proj"), keys, hidden)?,
+        q_proj: linear(builder, "self_attn", "q_proj", queries, hidden)?,
+        k_proj: linear(builder, "self_attn", "k_proj", keys, hidden)?,
+        v_proj: linear(builder, "self_attn", "v_proj", keys, hidden)?,
         q_norm: head_norm(builder, "self_attn.q_norm")?,
         k_norm: head_norm(builder, "self_attn.k_norm")?,
-        o_proj: builder.take_linear(&path("self_attn.o_proj"), hidden, queries)?,
+        o_proj: linear(builder, "self_attn", "o_proj", hidden, queries)?,
         post_norm: builder.take(weight("post_attention_layernorm"), hidden)?,
-        gate_proj: builder.take_linear(&path("mlp.gate_proj"), inner, hidden)?,
-        up_proj: builder.take_linear(&path("mlp.up_proj"), inner, hidden)?,
-        down_proj: builder.take_linear(&path("mlp.down_proj"), hidden, inner)?,
+        gate_proj: linear(builder, "mlp", "gate_proj", inner, hidden)?,
+        up_proj: linear(builder, "mlp", "up_proj", inner, hidden)?,
+        down_proj: linear(builder, "mlp", "down_proj", hidden, inner)?,
     })
 }

@@ -1,7 +1,9 @@
 //! What can go wrong with a model, its files and its batches.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use super::AdapterId;
 
 /// A fault in a model's files, in its configuration or in a batch given to it.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +18,22 @@ pub enum ModelError {
         /// The operating system's answer.
         #[source]
         source: io::Error,
+    },
+    /// A file is larger than any that we expect there.
+    #[error("file too large: `{path}` has more than {limit} bytes")]
+    FileTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The largest accepted size.
+        limit: u64,
+    },
+    /// A fault of what a file says.
+    #[error("{error} (in `{path}`)")]
+    InFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with its content.
+        error: Box<Self>,
     },
     /// A JSON file does not parse or lacks a required field.
     #[error("failed to parse `{path}`")]
@@ -33,7 +51,7 @@ pub enum ModelError {
         path: PathBuf,
         /// Why.
         #[source]
-        source: candle_core::Error,
+        source: safetensors::SafeTensorError,
     },
     /// A tensor file could not be written.
     #[error("failed to write tensors to `{path}`")]
@@ -59,6 +77,26 @@ pub enum ModelError {
         path: PathBuf,
         /// The name found.
         shard: String,
+    },
+    /// An index names a shard that is not there.
+    #[error("`{path}` names shard `{shard}`, which is missing; is the download complete?")]
+    MissingShard {
+        /// The index file.
+        path: PathBuf,
+        /// The shard.
+        shard: String,
+    },
+    /// An index and a shard of it do not hold the same tensors.
+    #[error("`{path}` does not agree with `{shard}`: tensor `{name}` {problem}")]
+    ShardMismatch {
+        /// The index file.
+        path: PathBuf,
+        /// The shard.
+        shard: String,
+        /// The first tensor at fault.
+        name: String,
+        /// What is wrong with it.
+        problem: &'static str,
     },
 
     // === Configuration ===
@@ -103,6 +141,30 @@ pub enum ModelError {
         expected: Vec<usize>,
         /// From the file.
         found: Vec<usize>,
+    },
+    /// A tensor is of a type that is not read.
+    #[error("tensor `{name}` is of type {found}; supported: F16, BF16, F32, F64")]
+    TensorType {
+        /// Its name.
+        name: String,
+        /// Its type.
+        found: String,
+    },
+    /// A weight is infinite or not a number.
+    #[error(
+        "tensor `{name}` is not finite at element {index}; the file is damaged or training diverged"
+    )]
+    NotFinite {
+        /// Its name.
+        name: String,
+        /// The first such element.
+        index: usize,
+    },
+    /// A configuration asks for more weights than memory holds.
+    #[error("{parameters} weights do not fit into memory")]
+    TooLarge {
+        /// How many it asks for.
+        parameters: usize,
     },
 
     // === Batches ===
@@ -153,6 +215,25 @@ pub enum ModelError {
         limit: usize,
     },
 
+    /// No such adapter; it may have been removed.
+    #[error("unknown adapter {id}")]
+    UnknownAdapter {
+        /// Its number.
+        id: AdapterId,
+    },
+    /// Another adapter has this name.
+    #[error("there is an adapter `{name}` already; remove it first or choose another name")]
+    AdapterNameTaken {
+        /// The name.
+        name: String,
+    },
+    /// An adapter is in use and cannot be removed.
+    #[error("adapter `{name}` is in use; release its sequences first")]
+    AdapterInUse {
+        /// Its name.
+        name: String,
+    },
+
     /// A backward pass came after the weights had changed.
     #[error("the tape was recorded at weights version {tape}, the weights are at {weights}")]
     StaleTape {
@@ -169,14 +250,27 @@ pub enum ModelError {
 }
 
 impl ModelError {
+    /// Returns this error with the name of the file that it is about.
+    pub(crate) fn in_file(self, path: &Path) -> Self {
+        Self::InFile {
+            path: path.to_owned(),
+            error: Box::new(self),
+        }
+    }
+
     /// Returns whether the files or the settings are at fault, which the reader can mend.
     #[must_use]
     pub fn is_input(&self) -> bool {
+        if let Self::InFile { error, .. } = self {
+            return error.is_input();
+        }
         !matches!(
             self,
             Self::Mismatch { .. }
                 | Self::UnknownRow { .. }
                 | Self::RepeatedRow { .. }
+                | Self::UnknownAdapter { .. }
+                | Self::AdapterInUse { .. }
                 | Self::StaleTape { .. }
                 | Self::Tensor(_)
         )

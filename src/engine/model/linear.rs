@@ -18,6 +18,15 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
+    /// Returns a tensor that no training changes.
+    pub(super) fn frozen(name: String, tensor: &Tensor) -> Self {
+        Self {
+            name,
+            tensor: tensor.detach(),
+            slot: None,
+        }
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -32,11 +41,13 @@ impl Parameter {
     }
 }
 
-/// A linear layer without bias: `y = x W^T + alpha / rank * (x A^T) B^T`.
+/// A linear layer: `y = x W^T + b + scale * (x A^T) B^T`.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     /// `[outputs, inputs]`.
     pub(crate) weight: Parameter,
+    /// `[outputs]`.
+    pub(crate) bias: Option<Parameter>,
     pub(crate) lora: Option<Lora>,
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
@@ -51,6 +62,12 @@ pub(crate) struct Lora {
     pub(crate) b: Parameter,
     pub(crate) rank: usize,
     pub(crate) scale: f64,
+}
+
+/// Returns whether a checkpoint may hold this tensor without need: a tied head may be stored all the
+/// same, and old checkpoints store the rotary table.
+pub(crate) fn is_redundant(name: &str) -> bool {
+    name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq")
 }
 
 /// Takes tensors out of a checkpoint and counts the trainable ones.
@@ -109,11 +126,7 @@ impl<'a> ParameterBuilder<'a> {
         if matches!(self.trainable, Trainable::Full) {
             return self.variable(name, &tensor);
         }
-        Ok(Parameter {
-            name,
-            tensor: tensor.detach(),
-            slot: None,
-        })
+        Ok(Parameter::frozen(name, &tensor))
     }
 
     /// Takes a matrix that tokens are multiplied with, laid out for that.
@@ -138,8 +151,12 @@ impl<'a> ParameterBuilder<'a> {
         path: &str,
         outputs: usize,
         inputs: usize,
+        has_bias: bool,
     ) -> Result<Linear, ModelError> {
         let weight = self.take_matrix(format!("{path}.weight"), outputs, inputs)?;
+        let bias = has_bias
+            .then(|| self.take(format!("{path}.bias"), outputs))
+            .transpose()?;
         let lora = match self.trainable {
             Trainable::Lora(config) if config.adapts(path) => {
                 Some(self.fresh_lora(path, config, outputs, inputs)?)
@@ -148,6 +165,7 @@ impl<'a> ParameterBuilder<'a> {
         };
         Ok(Linear {
             weight,
+            bias,
             lora,
             inputs,
             outputs,
@@ -191,10 +209,7 @@ impl<'a> ParameterBuilder<'a> {
 
     /// Returns the variables, if nothing but buffers is left of the checkpoint.
     pub(super) fn finish(mut self) -> Result<Vec<(String, Var)>, ModelError> {
-        // A tied head may be stored all the same; old checkpoints store the rotary table.
-        self.weights.remove("lm_head.weight");
-        self.weights
-            .retain(|name, _| !name.ends_with("rotary_emb.inv_freq"));
+        self.weights.retain(|name, _| !is_redundant(name));
         match self.weights.into_keys().min() {
             Some(name) => Err(ModelError::UnexpectedTensor { name }),
             None => Ok(self.variables),

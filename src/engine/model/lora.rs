@@ -1,6 +1,6 @@
 //! Low-rank adapters (Hu et al. 2021) and their file format, that of PEFT.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::ModelError;
-use super::weights::{io_error, read_safetensors, write_safetensors};
+use super::files::{MAX_CONFIG_BYTES, io_error, read_json};
+use super::safetensors_file::{TensorFile, write_safetensors};
 
 /// The linear layers of a decoder layer, in the order of their use.
 pub const LINEAR_MODULES: [&str; 7] = [
@@ -26,6 +27,9 @@ const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
+/// How the names of the first factors end.
+const LORA_A: &str = ".lora_A.weight";
+
 /// Which layers get an adapter, and how large.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -34,6 +38,8 @@ pub struct LoraConfig {
     pub rank: usize,
     /// The update is scaled by `alpha / rank`; 32 by default.
     pub alpha: f64,
+    /// Whether it is scaled by `alpha / sqrt(rank)` instead (Kalajdzievski 2023); false by default.
+    pub use_rslora: bool,
     /// Names of the linear layers, alone or with a path before them; all seven by default.
     pub target_modules: Vec<String>,
 }
@@ -44,6 +50,7 @@ impl Default for LoraConfig {
         Self {
             rank: 16,
             alpha: 32.0,
+            use_rslora: false,
             target_modules,
         }
     }
@@ -52,7 +59,12 @@ impl Default for LoraConfig {
 impl LoraConfig {
     /// Returns the factor of the low-rank product.
     pub fn scale(&self) -> f64 {
-        self.alpha / self.rank as f64
+        self.scale_of(self.alpha, self.rank)
+    }
+
+    fn scale_of(&self, alpha: f64, rank: usize) -> f64 {
+        let rank = rank as f64;
+        alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
 
     /// Checks that the rank is positive and that every target is a layer we know.
@@ -87,18 +99,23 @@ impl LoraConfig {
     /// Returns whether the linear layer at `path` (`model.layers.0.self_attn.q_proj`) is adapted: a
     /// target names the whole path or, as PEFT has it, ends it.
     pub(crate) fn adapts(&self, path: &str) -> bool {
-        self.target_modules.iter().any(|target| {
-            path.strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        })
+        self.target_modules
+            .iter()
+            .any(|target| is_end(path, target))
     }
 }
 
 /// An adapter read from a folder that PEFT or we wrote.
 #[derive(Debug, Clone)]
 pub struct LoraAdapter {
-    /// Rank, scale and targets.
+    /// Rank, scale and targets. Where the file gives the targets by a pattern, they are those that
+    /// have tensors.
     pub config: LoraConfig,
+    /// Alphas of layers that have another one than the rest, by the end of their path.
+    pub alpha_pattern: BTreeMap<String, f64>,
+    /// Ranks of layers that have another one than the rest, by a pattern of PEFT's. Their tensors say
+    /// them as well.
+    pub rank_pattern: BTreeMap<String, usize>,
     /// `base_model_name_or_path`, if the file says.
     pub base_model: Option<String>,
     /// Tensors by our names: `model.layers.0.self_attn.q_proj.lora_A.weight`.
@@ -114,28 +131,36 @@ struct RawAdapterConfig {
     target_modules: OneOrMany,
     base_model_name_or_path: Option<String>,
     bias: Option<String>,
+    #[serde(default)]
+    use_rslora: bool,
+    rank_pattern: Option<BTreeMap<String, usize>>,
+    alpha_pattern: Option<BTreeMap<String, f64>>,
     #[serde(flatten)]
     rest: HashMap<String, Value>,
 }
 
 /// Fields of variants that are not implemented: each must be absent, null, false or empty.
-const VARIANTS: [&str; 15] = [
+const VARIANTS: [&str; 16] = [
     "alora_invocation_tokens",
-    "alpha_pattern",
+    "arrow_config",
     "exclude_modules",
     "fan_in_fan_out",
+    "kasa_config",
     "layer_replication",
     "layers_to_transform",
     "lora_bias",
     "modules_to_save",
-    "rank_pattern",
+    "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_dora",
     "use_qalora",
-    "use_rslora",
+    "velora_config",
 ];
+
+/// Ways to start an adapter that leave the base as it is; others subtract the start from it.
+const STARTS: [&str; 3] = ["eva", "gaussian", "orthogonal"];
 
 fn is_unset(value: &Value) -> bool {
     match value {
@@ -165,9 +190,7 @@ impl LoraAdapter {
         if !path.is_file() {
             return Ok(None);
         }
-        let text = fs::read_to_string(&path).map_err(|source| io_error(&path, source))?;
-        let raw: RawAdapterConfig =
-            serde_json::from_str(&text).map_err(|source| ModelError::Json { path, source })?;
+        let raw: RawAdapterConfig = read_json(&path, MAX_CONFIG_BYTES)?;
         Ok(raw.base_model_name_or_path)
     }
 
@@ -179,27 +202,66 @@ impl LoraAdapter {
     /// implemented: the message names the field.
     pub fn load(folder: &Path, dtype: DType, device: &Device) -> Result<Self, ModelError> {
         let path = folder.join(ADAPTER_CONFIG);
-        let text = fs::read_to_string(&path).map_err(|source| io_error(&path, source))?;
-        let raw: RawAdapterConfig =
-            serde_json::from_str(&text).map_err(|source| ModelError::Json {
-                path: path.clone(),
-                source,
-            })?;
-        let base_model = raw.base_model_name_or_path.clone();
-        let config = raw.resolve()?;
-        let path = folder.join(ADAPTER_WEIGHTS);
-        let mut tensors = HashMap::new();
-        for (name, tensor) in read_safetensors(&path, dtype, device)? {
-            let Some(name) = name.strip_prefix(PREFIX) else {
-                return Err(ModelError::UnexpectedTensor { name });
+        let raw: RawAdapterConfig = read_json(&path, MAX_CONFIG_BYTES)?;
+        let weights = folder.join(ADAPTER_WEIGHTS);
+        let mut file = TensorFile::open(&weights)?;
+        let names: Vec<String> = file.shapes().map(|(name, _)| name.to_owned()).collect();
+        let paths: Vec<&str> = (names.iter())
+            .filter_map(|name| name.strip_prefix(PREFIX)?.strip_suffix(LORA_A))
+            .collect();
+        let mut adapter = (raw.resolve(&paths)).map_err(|error| error.in_file(&path))?;
+        for name in &names {
+            let Some(own_name) = name.strip_prefix(PREFIX) else {
+                let name = name.clone();
+                return Err(ModelError::UnexpectedTensor { name }.in_file(&weights));
             };
-            tensors.insert(name.to_owned(), tensor);
+            let tensor = file.read(name, dtype, device)?;
+            adapter.tensors.insert(own_name.to_owned(), tensor);
         }
-        Ok(Self {
-            config,
-            base_model,
-            tensors,
+        let checked = adapter.check_ranks();
+        checked.map_err(|error| error.in_file(&weights))?;
+        Ok(adapter)
+    }
+
+    /// Returns the factor of the update of the linear layer at `path`, whose rank is `rank`.
+    pub(super) fn scale(&self, path: &str, rank: usize) -> f64 {
+        let own = self.alpha_pattern.iter().find(|(end, _)| is_end(path, end));
+        let alpha = own.map_or(self.config.alpha, |(_, alpha)| *alpha);
+        self.config.scale_of(alpha, rank)
+    }
+
+    /// Fails if layers have ranks or alphas of their own, which training does not know.
+    pub(super) fn check_uniform(&self) -> Result<(), ModelError> {
+        let field = match (self.rank_pattern.is_empty(), self.alpha_pattern.is_empty()) {
+            (false, _) => "rank_pattern",
+            (_, false) => "alpha_pattern",
+            _ => return Ok(()),
+        };
+        Err(ModelError::Unsupported {
+            field,
+            found: "ranks or alphas of single layers".to_owned(),
+            supported: "the same for all layers of an adapter that is trained",
         })
+    }
+
+    /// Fails if a tensor has another rank than the configuration says.
+    fn check_ranks(&self) -> Result<(), ModelError> {
+        if !self.rank_pattern.is_empty() {
+            return Ok(());
+        }
+        for (name, tensor) in &self.tensors {
+            let rank = match (name.ends_with(LORA_A), tensor.dims()) {
+                (true, [rank, _]) | (false, [_, rank]) => *rank,
+                _ => 0,
+            };
+            if rank != self.config.rank {
+                return Err(ModelError::InvalidConfig {
+                    field: "r",
+                    reason: format!("{}, tensor `{name}` has rank {rank}", self.config.rank),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Writes the adapter as PEFT does, so that `PeftModel.from_pretrained` loads the folder.
@@ -223,13 +285,13 @@ impl LoraAdapter {
             "bias": "none",
             "fan_in_fan_out": false,
             "init_lora_weights": true,
-            "use_rslora": false,
+            "use_rslora": self.config.use_rslora,
             "use_dora": false,
             "modules_to_save": null,
             "layers_to_transform": null,
             "layers_pattern": null,
-            "rank_pattern": {},
-            "alpha_pattern": {},
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
         });
         let path = folder.join(ADAPTER_CONFIG);
         fs::write(&path, format!("{config:#}")).map_err(|source| io_error(&path, source))?;
@@ -241,8 +303,15 @@ impl LoraAdapter {
     }
 }
 
+/// Returns whether the path of a module is `end` or ends in it, as PEFT matches names.
+fn is_end(path: &str, end: &str) -> bool {
+    path.strip_suffix(end)
+        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
 impl RawAdapterConfig {
-    fn resolve(self) -> Result<LoraConfig, ModelError> {
+    /// Returns an adapter without tensors; `paths` are those of the layers that have some.
+    fn resolve(self, paths: &[&str]) -> Result<LoraAdapter, ModelError> {
         let unsupported = |field, found: String, supported| {
             Err(ModelError::Unsupported {
                 field,
@@ -261,22 +330,48 @@ impl RawAdapterConfig {
                 return unsupported(field, value.to_string(), "null");
             }
         }
+        match self.rest.get("init_lora_weights") {
+            Some(Value::String(start)) if !STARTS.contains(&start.as_str()) => {
+                return unsupported("init_lora_weights", start.clone(), "true, `gaussian`");
+            }
+            _ => {}
+        }
         let target_modules = match self.target_modules {
             OneOrMany::One(name) if name == "all-linear" => {
                 LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect()
             }
-            OneOrMany::One(pattern) => {
-                return unsupported("target_modules", pattern, "a list of names, `all-linear`");
-            }
+            // A regular expression. Which layers it meant, their tensors say.
+            OneOrMany::One(_) => paths.iter().map(|&path| path.to_owned()).collect(),
             OneOrMany::Many(names) => names,
         };
+        let alpha_pattern = self.alpha_pattern.unwrap_or_default();
+        for (pattern, alpha) in &alpha_pattern {
+            // PEFT reads them as regular expressions; names are all that is used.
+            let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
+            if !pattern.chars().all(is_name) {
+                return unsupported("alpha_pattern", pattern.clone(), "names of modules");
+            }
+            if !(*alpha > 0.0 && alpha.is_finite()) {
+                return Err(ModelError::InvalidConfig {
+                    field: "alpha_pattern",
+                    reason: format!("{alpha} is not positive"),
+                });
+            }
+        }
         let config = LoraConfig {
             rank: self.r,
             alpha: self.lora_alpha,
+            use_rslora: self.use_rslora,
             target_modules,
         };
         config.validate()?;
-        Ok(config)
+        Ok(LoraAdapter {
+            config,
+            alpha_pattern,
+            rank_pattern: self.rank_pattern.unwrap_or_default(),
+            base_model: self.base_model_name_or_path,
+            tensors: HashMap::new(),
+        })
     }
 }
 
@@ -297,22 +392,82 @@ mod tests {
         );
     }
 
+    /// Every fault of an adapter's folder is one error, which names the file.
+    #[test]
+    fn damaged_adapters_are_named() {
+        let adapter = |tensors: &[(&str, [usize; 2])]| {
+            let folder = tempfile::tempdir().unwrap();
+            let config = json!({
+                "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
+            });
+            fs::write(folder.path().join(ADAPTER_CONFIG), config.to_string()).unwrap();
+            let tensors: Vec<(String, Tensor)> = (tensors.iter())
+                .map(|(name, shape)| {
+                    let tensor = Tensor::ones(shape.as_slice(), DType::F32, &Device::Cpu).unwrap();
+                    ((*name).to_owned(), tensor)
+                })
+                .collect();
+            write_safetensors(&folder.path().join(ADAPTER_WEIGHTS), &tensors).unwrap();
+            folder
+        };
+        let load = |folder: &tempfile::TempDir| {
+            LoraAdapter::load(folder.path(), DType::F32, &Device::Cpu).map_err(|e| e.to_string())
+        };
+        const A: &str = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
+        let good = adapter(&[(A, [2, 5])]);
+        assert_eq!(load(&good).unwrap().tensors.len(), 1);
+        let message = load(&adapter(&[(A, [3, 5])])).unwrap_err();
+        assert!(
+            message.contains("has rank 3") && message.contains(ADAPTER_WEIGHTS),
+            "{message}"
+        );
+        let message = load(&adapter(&[("q_proj.lora_A", [2, 5])])).unwrap_err();
+        assert!(
+            message.starts_with("unexpected tensor `q_proj.lora_A`"),
+            "{message}"
+        );
+        for (file, content, expected) in [
+            (ADAPTER_CONFIG, "{", ADAPTER_CONFIG),
+            (ADAPTER_CONFIG, "{}", ADAPTER_CONFIG),
+            (
+                ADAPTER_CONFIG,
+                r#"{"peft_type": "IA3", "r": 2, "lora_alpha": 4, "target_modules": []}"#,
+                "unsupported `peft_type`",
+            ),
+            (
+                ADAPTER_CONFIG,
+                r#"{"peft_type": "LORA", "r": 0, "lora_alpha": 4, "target_modules": ["q_proj"]}"#,
+                "invalid `rank`",
+            ),
+            (ADAPTER_WEIGHTS, "", ADAPTER_WEIGHTS),
+        ] {
+            let folder = adapter(&[(A, [2, 5])]);
+            fs::write(folder.path().join(file), content).unwrap();
+            let message = load(&folder).unwrap_err();
+            assert!(
+                message.contains(expected) && message.contains(file),
+                "{message}"
+            );
+        }
+    }
+
     #[test]
     fn variants_that_change_the_arithmetic_are_refused() {
         for (field, value) in [
-            ("use_rslora", json!(true)),
             ("use_dora", json!(true)),
             ("bias", json!("all")),
             ("modules_to_save", json!(["lm_head"])),
-            ("rank_pattern", json!({"q_proj": 4})),
-            ("target_modules", json!(".*attn.*")),
+            ("lora_bias", json!(true)),
+            ("init_lora_weights", json!("pissa")),
+            ("trainable_token_indices", json!([1])),
+            ("alpha_pattern", json!({".*q_proj": 4})),
         ] {
             let mut config = json!({
                 "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
             });
             config[field] = value;
             let raw: RawAdapterConfig = serde_json::from_value(config).unwrap();
-            let message = raw.resolve().unwrap_err().to_string();
+            let message = raw.resolve(&[]).unwrap_err().to_string();
             assert!(
                 message.starts_with(&format!("unsupported `{field}`")),
                 "{message}"

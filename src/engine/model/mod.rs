@@ -1,4 +1,4 @@
-//! The decoder: Qwen3 and Llama, full fine-tuning and adapters, one copy of the weights.
+//! The decoder: Qwen3, Qwen2 and Llama, full fine-tuning and adapters, one copy of the weights.
 //!
 //! [`Decoder`] serves the sampler and the trainer alike. Both call the same kernels on the same
 //! storage, so an optimizer step is visible to the next sampled token, and a token has the same
@@ -14,16 +14,20 @@
 //! (`composed`), differentiated by candle a layer at a time. Sequences are packed end to end, so there
 //! is no padding to mask and none to pay for.
 
+mod adapters;
 mod composed;
 mod config;
 mod decoder;
 mod error;
+mod files;
 mod fused;
 mod gradients;
 mod linear;
 mod lora;
 pub mod ops;
 mod packed;
+mod rope_scaling;
+mod safetensors_file;
 mod weights;
 
 #[cfg(test)]
@@ -32,12 +36,20 @@ pub(crate) mod tests_support;
 #[cfg(test)]
 mod tests;
 
+pub use adapters::{AdapterId, AdapterLease};
+#[cfg(any(fuzzing, test))]
+pub use config::fuzz_config;
 pub use config::{ModelConfig, ModelType};
 pub use decoder::{Adapters, Decoder, Tape, Trainable};
 pub use error::ModelError;
 pub(crate) use gradients::GradientReal;
 pub use gradients::Gradients;
+pub(crate) use linear::is_redundant;
 pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig};
 pub use packed::PackedBatch;
+pub use rope_scaling::RopeScaling;
+#[cfg(any(fuzzing, test))]
+pub use safetensors_file::fuzz_safetensors;
+pub(crate) use safetensors_file::{read_safetensors, write_safetensors};
+pub(crate) use weights::tensor_shapes;
 pub use weights::{Weights, load_weights, random_weights};
-pub(crate) use weights::{read_safetensors, write_safetensors};

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::ModelError;
+use super::{AdapterId, ModelError};
 
 /// Tokens of several sequences laid end to end, without padding.
 ///
@@ -18,6 +18,7 @@ pub struct PackedBatch {
     positions: Vec<u32>,
     segments: Vec<Range<usize>>,
     histories: Vec<Vec<Range<usize>>>,
+    adapters: Vec<Option<AdapterId>>,
 }
 
 impl PackedBatch {
@@ -49,10 +50,30 @@ impl PackedBatch {
         let segment = start..self.tokens.len();
         self.segments.push(segment.clone());
         self.histories.push(Vec::new());
+        self.adapters.push(None);
         segment
     }
 
-    /// Appends tokens that continue segment `parent`, and returns their range.
+    /// Appends one sequence as [`PackedBatch::push`] does, to be computed with an adapter from beside
+    /// the base; see [`Decoder::add_adapter`](super::Decoder::add_adapter).
+    ///
+    /// # Panics
+    ///
+    /// Panics if a position exceeds `u32::MAX`.
+    pub fn push_adapted(
+        &mut self,
+        tokens: &[u32],
+        first_position: usize,
+        adapter: Option<AdapterId>,
+    ) -> Range<usize> {
+        let segment = self.push(tokens, first_position);
+        if let Some(last) = self.adapters.last_mut() {
+            *last = adapter;
+        }
+        segment
+    }
+
+    /// Appends tokens that continue segment `parent`, with its adapter, and returns their range.
     ///
     /// # Panics
     ///
@@ -61,7 +82,7 @@ impl PackedBatch {
         let mut history = self.histories[parent].clone();
         history.push(self.segments[parent].clone());
         let before: usize = history.iter().map(Range::len).sum();
-        let segment = self.push(tokens, before);
+        let segment = self.push_adapted(tokens, before, self.adapters[parent]);
         if let Some(last) = self.histories.last_mut() {
             *last = history;
         }
@@ -87,6 +108,11 @@ impl PackedBatch {
     /// sequence of its own.
     pub fn histories(&self) -> &[Vec<Range<usize>>] {
         &self.histories
+    }
+
+    /// Returns each segment's adapter from beside the base.
+    pub fn adapters(&self) -> &[Option<AdapterId>] {
+        &self.adapters
     }
 
     /// Returns the number of tokens.

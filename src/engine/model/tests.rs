@@ -1,23 +1,41 @@
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 
-use super::tests_support::{random_tokens, toy};
+use super::tests_support::{formula_weights, golden_folder, random_tokens, scaled_llama, toy};
 use super::*;
 use crate::engine::RowId;
 
-fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
-    let config = toy(kind);
-    let weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
-    let decoder = Decoder::new(config, weights, &Device::Cpu, trainable, 2).unwrap();
-    spread(&decoder);
-    decoder
+pub(super) fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
+    build(toy(kind), dtype, trainable, true)
 }
 
 /// The same numbers on plain tensor operations.
 fn composed(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
-    let config = toy(kind);
-    let weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
-    let decoder = Decoder::new_composed(config, weights, &Device::Cpu, trainable, 2).unwrap();
+    build(toy(kind), dtype, trainable, false)
+}
+
+pub(super) fn build(
+    config: ModelConfig,
+    dtype: DType,
+    trainable: &Trainable,
+    is_fused: bool,
+) -> Decoder {
+    let mut weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
+    for (name, weight) in &mut weights {
+        if name.ends_with(".bias") {
+            let values: Vec<f64> = (0..weight.elem_count())
+                .map(|i| 0.1 * ((i * 7 + name.len()) as f64).sin())
+                .collect();
+            let values = Tensor::new(values, &Device::Cpu).unwrap();
+            *weight = values.to_dtype(dtype).unwrap();
+        }
+    }
+    let build = if is_fused {
+        Decoder::new
+    } else {
+        Decoder::new_composed
+    };
+    let decoder = build(config, weights, &Device::Cpu, trainable, 2).unwrap();
     spread(&decoder);
     decoder
 }
@@ -36,7 +54,7 @@ fn spread(decoder: &Decoder) {
     }
 }
 
-fn lora() -> Trainable {
+pub(super) fn lora() -> Trainable {
     Trainable::Lora(LoraConfig {
         rank: 3,
         alpha: 6.0,
@@ -44,28 +62,28 @@ fn lora() -> Trainable {
     })
 }
 
-fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
+pub(super) fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
     tensor.to_dtype(DType::F64).unwrap().to_vec2().unwrap()
 }
 
-fn logits(decoder: &Decoder, batch: &PackedBatch) -> Vec<Vec<f64>> {
+pub(super) fn logits(decoder: &Decoder, batch: &PackedBatch) -> Vec<Vec<f64>> {
     let hidden = decoder.hidden(batch, Adapters::On).unwrap();
     rows(&decoder.logits(&hidden).unwrap())
 }
 
 #[track_caller]
-fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
+pub(super) fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
         assert!((found - expected).abs() < tolerance, "{found} {expected}");
     }
 }
 
-const KINDS: [ModelType; 2] = [ModelType::Qwen3, ModelType::Llama];
+const KINDS: [ModelType; 3] = [ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama];
 
 #[rstest]
 fn later_tokens_do_not_change_earlier_logits(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
 ) {
     let decoder = decoder(kind, DType::F32, &lora());
     let tokens = random_tokens(70, 19, 3);
@@ -83,7 +101,7 @@ fn later_tokens_do_not_change_earlier_logits(
 
 #[rstest]
 fn a_packed_sequence_has_the_bits_of_the_sequence_alone(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
 ) {
     let decoder = decoder(kind, DType::F32, &lora());
     let sequences: Vec<_> = [1, 5, 64, 17, 100, 2]
@@ -130,7 +148,7 @@ fn tree() -> (PackedBatch, Vec<Vec<u32>>, Vec<Path>) {
 
 #[rstest]
 fn a_path_through_a_tree_has_the_bits_of_the_sequence_alone(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
 ) {
     let decoder = decoder(kind, DType::F32, &lora());
     let (batch, sequences, paths) = tree();
@@ -147,7 +165,7 @@ fn a_path_through_a_tree_has_the_bits_of_the_sequence_alone(
 
 #[rstest]
 fn a_tree_has_the_summed_gradient_of_its_paths(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
     #[values(Trainable::Full, lora())] trainable: Trainable,
     #[values(false, true)] is_fused: bool,
 ) {
@@ -195,7 +213,7 @@ fn a_tree_has_the_summed_gradient_of_its_paths(
 
 #[rstest]
 fn cached_decoding_has_the_bits_of_the_full_pass(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
 ) {
     let decoder = decoder(kind, DType::F32, &lora());
     let sequences: Vec<_> = (0..5)
@@ -289,11 +307,17 @@ fn a_refused_cached_pass_leaves_the_cache_as_it_was() {
 
 #[rstest]
 fn both_back_ends_agree(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(
+        toy(ModelType::Qwen3),
+        toy(ModelType::Qwen2),
+        toy(ModelType::Llama),
+        scaled_llama()
+    )]
+    config: ModelConfig,
     #[values(Trainable::Full, lora())] trainable: Trainable,
 ) {
-    let fused = decoder(kind, DType::F64, &trainable);
-    let composed = composed(kind, DType::F64, &trainable);
+    let fused = build(config.clone(), DType::F64, &trainable, true);
+    let composed = build(config, DType::F64, &trainable, false);
     let sequences: Vec<_> = [3, 1, 9]
         .iter()
         .map(|&len| random_tokens(len, 19, 5))
@@ -338,7 +362,7 @@ fn both_back_ends_agree(
 /// On other devices the base may be in half precision, the adapter and all sums in `f32`.
 #[rstest]
 fn a_half_precision_base_trains_its_adapter(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
     #[values((DType::F16, 0.04), (DType::BF16, 0.3))] (dtype, tolerance): (DType, f32),
 ) {
     let half = composed(kind, dtype, &lora());
@@ -383,7 +407,9 @@ fn a_half_precision_base_trains_its_adapter(
 }
 
 #[rstest]
-fn both_back_ends_decode_alike(#[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType) {
+fn both_back_ends_decode_alike(
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+) {
     let run = |decoder: &Decoder| {
         let mut cache = decoder.new_cache(1000);
         let (a, b) = (cache.add_row(), cache.add_row());
@@ -404,7 +430,7 @@ fn both_back_ends_decode_alike(#[values(ModelType::Qwen3, ModelType::Llama)] kin
 
 #[rstest]
 fn recomputation_gives_the_same_gradient_bits(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
     #[values(Trainable::Full, lora())] trainable: Trainable,
 ) {
     let decoder = decoder(kind, DType::F32, &trainable);
@@ -436,7 +462,7 @@ fn a_fresh_adapter_changes_nothing_and_is_its_own_reference() {
 
 #[rstest]
 fn merged_weights_compute_what_the_adapter_does(
-    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
 ) {
     let adapted = decoder(kind, DType::F64, &lora());
     let merged: Weights = adapted.merged_weights().unwrap().into_iter().collect();
@@ -478,7 +504,7 @@ fn a_saved_model_loads_again() {
         decoder.save(folder.path()).unwrap();
         let config = ModelConfig::from_file(&folder.path().join("config.json")).unwrap();
         assert_eq!(&config, decoder.config());
-        let weights = load_weights(folder.path(), DType::F32, &Device::Cpu).unwrap();
+        let weights = load_weights(folder.path(), &config, DType::F32, &Device::Cpu).unwrap();
         let loaded = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
         let batch = PackedBatch::from_sequences([random_tokens(12, 19, 4)]);
         assert_eq!(logits(&loaded, &batch), logits(&decoder, &batch));
@@ -547,8 +573,9 @@ fn weights_that_do_not_fit_are_named() {
 #[test]
 fn damaged_and_missing_files_are_named() {
     let folder = tempfile::tempdir().unwrap();
+    let config = toy(ModelType::Qwen3);
     let load = || {
-        load_weights(folder.path(), DType::F32, &Device::Cpu)
+        load_weights(folder.path(), &config, DType::F32, &Device::Cpu)
             .unwrap_err()
             .to_string()
     };
@@ -581,4 +608,92 @@ fn the_same_seed_makes_the_same_model() {
     };
     assert_eq!(build(1), build(1));
     assert_ne!(build(1), build(2));
+}
+
+/// Compares with transformers: see `tests/golden/make_toy_models.py`.
+#[rstest]
+#[case("linear", RopeScaling::Linear { factor: 4.0 })]
+#[case("llama3", RopeScaling::Llama3 {
+    factor: 8.0,
+    low_freq_factor: 1.0,
+    high_freq_factor: 4.0,
+    original_max_position_embeddings: 256,
+})]
+#[case("yarn", RopeScaling::Yarn {
+    factor: 4.0,
+    original_max_position_embeddings: 4096,
+    beta_fast: 32.0,
+    beta_slow: 1.0,
+    attention_factor: None,
+})]
+#[case("yarn_own_factors", RopeScaling::Yarn {
+    factor: 8.0,
+    original_max_position_embeddings: 128,
+    beta_fast: 8.0,
+    beta_slow: 0.5,
+    attention_factor: Some(0.9),
+})]
+fn stretched_rotations_are_those_of_transformers(
+    #[case] name: &str,
+    #[case] rope_scaling: RopeScaling,
+    #[values(true, false)] is_fused: bool,
+) {
+    let path = golden_folder().join("toy_models.json");
+    let golden: serde_json::Value =
+        serde_json::from_str(&fs_err::read_to_string(path).unwrap()).unwrap();
+    let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
+    let expected: Vec<Vec<Vec<f64>>> =
+        serde_json::from_value(golden["last_logits"][name].clone()).unwrap();
+    let evaluate = |config: ModelConfig| -> Vec<Vec<Vec<f64>>> {
+        let weights = formula_weights(&config, DType::F64);
+        let build = if is_fused {
+            Decoder::new
+        } else {
+            Decoder::new_composed
+        };
+        let decoder = build(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
+        let last = |tokens: &Vec<u32>| {
+            let logits = logits(&decoder, &PackedBatch::from_sequences([tokens]));
+            logits[tokens.len() - 3..].to_vec()
+        };
+        sequences.iter().map(last).collect()
+    };
+    let plain = toy(ModelType::Llama);
+    let scaled = ModelConfig {
+        rope_scaling,
+        ..plain.clone()
+    };
+    // transformers computes angles in f32.
+    assert_close(&evaluate(scaled).concat(), &expected.concat(), 2e-6);
+    let difference = (evaluate(plain)
+        .concat()
+        .concat()
+        .iter()
+        .zip(expected.concat().concat()))
+    .map(|(plain, scaled)| (plain - scaled).abs())
+    .fold(0.0, f64::max);
+    assert!(difference > 1e-3, "the rotation matters: {difference}");
+}
+
+#[test]
+fn the_seeds_of_the_fuzz_targets_are_read() {
+    let seeds = |target: &str| {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let entries = fs_err::read_dir(folder.join("fuzz/seeds").join(target)).unwrap();
+        entries
+            .map(|entry| entry.unwrap().path())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(seeds("model_config").len(), 3);
+    for path in seeds("model_config") {
+        ModelConfig::from_file(&path).unwrap();
+    }
+    for path in seeds("safetensors_header") {
+        assert_eq!(
+            read_safetensors(&path, DType::F32, &Device::Cpu)
+                .unwrap()
+                .len(),
+            2
+        );
+    }
 }

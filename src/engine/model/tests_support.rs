@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
 use super::weights::tensor_shapes;
-use super::{ModelConfig, ModelType, Weights};
+use super::{ModelConfig, ModelType, RopeScaling, Weights};
 
 /// One case of the golden file.
 pub(crate) struct GoldenCase(Value);
@@ -72,9 +72,35 @@ pub(crate) fn toy(model_type: ModelType) -> ModelConfig {
         max_position_embeddings: 256,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
-        tie_word_embeddings: model_type == ModelType::Qwen3,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: model_type != ModelType::Llama,
         bos_token_id: None,
         eos_token_id: vec![0],
+    }
+}
+
+/// Returns the Llama toy with all the biases that an architecture may have.
+pub(crate) fn biased_llama() -> ModelConfig {
+    ModelConfig {
+        attention_bias: true,
+        mlp_bias: true,
+        ..toy(ModelType::Llama)
+    }
+}
+
+/// Returns the Llama toy with biases and a rotation that is stretched and changes lengths.
+pub(crate) fn scaled_llama() -> ModelConfig {
+    ModelConfig {
+        rope_scaling: RopeScaling::Yarn {
+            factor: 4.0,
+            original_max_position_embeddings: 64,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: Some(0.8),
+        },
+        ..biased_llama()
     }
 }
 

@@ -156,7 +156,7 @@ fn project<T: FusedReal>(
     let rows = pass.batch.len();
     let run = |linear: &super::super::linear::Linear| {
         let mut y = vec![T::ZERO; rows * linear.outputs];
-        let low = linear::forward(linear, normed, rows, pass.adapters, Write::Replace, &mut y)?;
+        let low = linear::forward(linear, normed, rows, &pass.adapters, Write::Replace, &mut y)?;
         Ok::<_, ModelError>((y, low))
     };
     let (mut queries, query_low) = run(&layer.q_proj)?;
@@ -213,7 +213,7 @@ fn add_attention_output<T: FusedReal>(
         &layer.o_proj,
         &attended.output,
         rows,
-        pass.adapters,
+        &pass.adapters,
         Write::Add,
         x,
     )
@@ -226,7 +226,7 @@ fn feed_forward<T: FusedReal>(
     middle: &[T],
 ) -> Result<(Vec<T>, FeedForwardActivations<T>), ModelError> {
     let rows = pass.batch.len();
-    let adapters = pass.adapters;
+    let adapters = &pass.adapters;
     let inner = layer.gate_proj.outputs;
     let normed = normalise(pass, middle, layer.post_norm.tensor())?;
     let mut gate = vec![T::ZERO; rows * inner];
@@ -282,7 +282,11 @@ pub(super) fn backward<T: FusedReal>(
     let (input, activations) = match tape.activations {
         Some(activations) => (tape.input, activations),
         None => {
-            debug_assert_eq!(pass.adapters, Adapters::On, "training runs with adapters");
+            debug_assert_eq!(
+                pass.adapters.own,
+                Adapters::On,
+                "training runs with adapters"
+            );
             let (_, tape) = forward(pass, layer, tape.input, Keep::All)?;
             let tape = tape.expect("asked for");
             (tape.input, tape.activations.expect("asked for"))

@@ -2,31 +2,54 @@
 
 use super::super::Adapters;
 use super::super::ModelError;
+use super::super::adapters::RowAdapters;
 use super::super::gradients::{GradientReal, Gradients};
-use super::super::linear::Linear;
-use super::super::ops::{self, Matrix, Real, WeightValues, Write, matmul};
+use super::super::linear::{Linear, Lora, Parameter};
+use super::super::ops::{self, Matrix, Real, Values, WeightValues, Write, matmul};
 
-/// Writes or adds `x W^T + scale * (x A^T) B^T` to `y`, and returns `x A^T` if there is an adapter.
+/// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y`, and returns `x A^T` if the model has an
+/// adapter of its own.
 pub(super) fn forward<T: Real>(
     linear: &Linear,
     x: &[T],
     rows: usize,
-    adapters: Adapters,
+    adapters: &RowAdapters,
     write: Write,
     y: &mut [T],
 ) -> Result<Option<Vec<T>>, ModelError> {
     let weight = WeightValues::<T>::of(linear.weight.tensor())?;
     ops::linear(T::ONE, x, rows, weight.matrix(), write, y);
-    let Some(lora) = linear.lora.as_ref().filter(|_| adapters == Adapters::On) else {
-        return Ok(None);
-    };
+    if let Some(bias) = &linear.bias {
+        let bias = Values::<T>::of(bias.tensor())?;
+        for y in y.chunks_exact_mut(linear.outputs) {
+            y.iter_mut().zip(bias.iter()).for_each(|(y, &b)| *y += b);
+        }
+    }
+    for (rows, lora) in adapters.updates(linear) {
+        let x = &x[rows.start * linear.inputs..rows.end * linear.inputs];
+        let y = &mut y[rows.start * linear.outputs..rows.end * linear.outputs];
+        add_update(lora, x, rows.len(), y)?;
+    }
+    match &linear.lora {
+        Some(lora) if adapters.own == Adapters::On => Ok(Some(add_update(lora, x, rows, y)?)),
+        _ => Ok(None),
+    }
+}
+
+/// Adds `scale * (x A^T) B^T` to `y`, and returns `x A^T`.
+fn add_update<T: Real>(
+    lora: &Lora,
+    x: &[T],
+    rows: usize,
+    y: &mut [T],
+) -> Result<Vec<T>, ModelError> {
     let a = WeightValues::<T>::of(lora.a.tensor())?;
     let b = WeightValues::<T>::of(lora.b.tensor())?;
     let mut low = vec![T::ZERO; rows * lora.rank];
     ops::linear(T::ONE, x, rows, a.matrix(), Write::Replace, &mut low);
     let scale = T::from_f64(lora.scale);
     ops::linear(scale, &low, rows, b.matrix(), Write::Add, y);
-    Ok(Some(low))
+    Ok(low)
 }
 
 /// Adds the gradients of the layer's variables, and writes or adds that of `x` to `dx`.
@@ -43,6 +66,12 @@ pub(super) fn backward<T: GradientReal>(
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
     let (inputs, outputs) = (linear.inputs, linear.outputs);
+    if let Some(slot) = linear.bias.as_ref().and_then(Parameter::slot) {
+        let sums = T::sums(gradients, slot);
+        for dy in dy.chunks_exact(outputs) {
+            sums.iter_mut().zip(dy).for_each(|(sum, &dy)| *sum += dy);
+        }
+    }
     let dy = Matrix::new(dy, rows, outputs);
     if let Some(slot) = linear.weight.slot() {
         let x = Matrix::new(x, rows, inputs);
@@ -100,9 +129,10 @@ mod tests {
     use candle_core::{DType, Device, Tensor, Var};
 
     use super::*;
+    use crate::engine::model::adapters::AdapterRegistry;
     use crate::engine::model::linear::ParameterBuilder;
     use crate::engine::model::tests_support::{GoldenCase, golden};
-    use crate::engine::model::{LoraConfig, Trainable, Weights};
+    use crate::engine::model::{LoraConfig, PackedBatch, Trainable, Weights};
 
     /// The layer of a golden case, with its adapter.
     fn layer(case: &GoldenCase) -> (Linear, Vec<(String, Var)>) {
@@ -116,12 +146,15 @@ mod tests {
             rank: a.dim(0).unwrap(),
             alpha: case.float("inputs", "alpha"),
             target_modules: vec!["q_proj".to_owned()],
+            ..LoraConfig::default()
         });
         let (outputs, inputs) = weight.dims2().unwrap();
         let weights = Weights::from([("q_proj.weight".to_owned(), weight)]);
         let mut builder =
             ParameterBuilder::new(weights, &trainable, DType::F64, &Device::Cpu, 0, true);
-        let linear = builder.take_linear("q_proj", outputs, inputs).unwrap();
+        let linear = builder
+            .take_linear("q_proj", outputs, inputs, false)
+            .unwrap();
         let variables = builder.finish().unwrap();
         variables[0].1.set(&a).unwrap();
         variables[1].1.set(&b).unwrap();
@@ -130,7 +163,9 @@ mod tests {
 
     fn run(linear: &Linear, x: &[f64], adapters: Adapters) -> (Vec<f64>, Option<Vec<f64>>) {
         let mut y = vec![0.0; linear.outputs];
-        let low = forward(linear, x, 1, adapters, Write::Replace, &mut y).unwrap();
+        let batch = PackedBatch::from_sequences([[0]]);
+        let adapters = AdapterRegistry::default().rows(&batch, adapters).unwrap();
+        let low = forward(linear, x, 1, &adapters, Write::Replace, &mut y).unwrap();
         (y, low)
     }
 

@@ -13,10 +13,11 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::adapters::RowAdapters;
 use super::decoder::Decoder;
 use super::gradients::{GradientReal, Gradients};
 use super::ops::{self, Real, RopeTable, Values, WeightValues, into_tensor};
-use super::{Adapters, ModelError, PackedBatch};
+use super::{Adapters, ModelConfig, ModelError, PackedBatch};
 use crate::engine::kv_cache::{CacheReal, KvCache, RowId};
 use layer::{Keep, LayerTape};
 
@@ -40,10 +41,13 @@ pub(super) enum FusedRope {
 }
 
 impl FusedRope {
-    pub(super) fn new(dtype: DType, head_dim: usize, theta: f64) -> Self {
+    pub(super) fn new(dtype: DType, config: &ModelConfig) -> Self {
+        let scaling = &config.rope_scaling;
+        let frequencies = scaling.frequencies(config.head_dim, config.rope_theta);
+        let scale = scaling.attention_factor();
         match dtype {
-            DType::F64 => Self::F64(RopeTable::new(head_dim, theta)),
-            _ => Self::F32(RopeTable::new(head_dim, theta)),
+            DType::F64 => Self::F64(RopeTable::new(frequencies, scale)),
+            _ => Self::F32(RopeTable::new(frequencies, scale)),
         }
     }
 }
@@ -71,23 +75,27 @@ struct Pass<'a, T> {
     decoder: &'a Decoder,
     batch: &'a PackedBatch,
     rope: Arc<ops::RopeRows<T>>,
-    adapters: Adapters,
+    adapters: RowAdapters,
 }
 
 impl<'a, T: FusedReal> Pass<'a, T> {
-    fn new(decoder: &'a Decoder, batch: &'a PackedBatch, adapters: Adapters) -> Self {
+    fn new(
+        decoder: &'a Decoder,
+        batch: &'a PackedBatch,
+        adapters: Adapters,
+    ) -> Result<Self, ModelError> {
         let positions = batch
             .positions()
             .iter()
             .max()
             .map_or(0, |&last| last as usize + 1);
         let rope = T::rope(decoder.fused_rope()).rows(positions);
-        Self {
+        Ok(Self {
             decoder,
             batch,
             rope,
-            adapters,
-        }
+            adapters: decoder.row_adapters(batch, adapters)?,
+        })
     }
 
     fn embed(&self) -> Result<Vec<T>, ModelError> {
@@ -112,7 +120,7 @@ pub(super) fn hidden<T: FusedReal>(
     batch: &PackedBatch,
     adapters: Adapters,
 ) -> Result<Vec<T>, ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, adapters);
+    let pass = Pass::<T>::new(decoder, batch, adapters)?;
     let mut x = pass.embed()?;
     for layer in decoder.layers() {
         x = layer::forward(&pass, layer, x, Keep::Nothing)?.0;
@@ -126,7 +134,7 @@ pub(super) fn forward<T: FusedReal>(
     batch: &PackedBatch,
     recompute: bool,
 ) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     let keep = if recompute { Keep::Input } else { Keep::All };
     let mut x = pass.embed()?;
     let mut layers = Vec::with_capacity(decoder.layers().len());
@@ -147,7 +155,7 @@ pub(super) fn backward<T: FusedReal>(
     dhidden: &[T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     let eps = decoder.config().rms_norm_eps;
     let mut dx = vec![T::ZERO; tape.last.len()];
     {
@@ -181,7 +189,7 @@ pub(super) fn hidden_cached<T: FusedReal>(
     rows: &[RowId],
 ) -> Result<Vec<T>, ModelError> {
     let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On);
+    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     cache.with_blocks::<T, _>(rows, &added, |cached| {
         for (segment, len) in batch.segments().iter().zip(cached.lengths()) {
             let first = batch

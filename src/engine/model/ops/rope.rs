@@ -9,7 +9,9 @@ use super::{Real, rows_per_task, vectorized};
 /// Cosines and sines of the first positions, grown as longer sequences come.
 #[derive(Debug)]
 pub(crate) struct RopeTable<T> {
-    inverse_frequencies: Vec<f32>,
+    frequencies: Vec<f32>,
+    /// Factor of the rotated vectors.
+    scale: f64,
     rows: RwLock<Arc<RopeRows<T>>>,
 }
 
@@ -21,20 +23,16 @@ pub(crate) struct RopeRows<T> {
 }
 
 impl<T: Real> RopeTable<T> {
-    pub(crate) fn new(head_dim: usize, theta: f64) -> Self {
-        let half = head_dim / 2;
-        // In `f32` from here on, as transformers does: at large positions the angle's own rounding
-        // is what a checkpoint was trained with.
-        #[expect(clippy::cast_possible_truncation, reason = "rounds on purpose")]
-        let inverse_frequencies = (0..half)
-            .map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64) as f32)
-            .collect();
+    /// Makes a table from angular frequencies, in radians per token. Rotated vectors are `scale`
+    /// times as long.
+    pub(crate) fn new(frequencies: Vec<f32>, scale: f64) -> Self {
         let rows = Arc::new(RopeRows {
             values: Vec::new(),
             positions: 0,
         });
         Self {
-            inverse_frequencies,
+            frequencies,
+            scale,
             rows: RwLock::new(rows),
         }
     }
@@ -51,14 +49,18 @@ impl<T: Real> RopeTable<T> {
             }
         }
         let positions = positions.next_power_of_two();
-        let half = self.inverse_frequencies.len();
+        let half = self.frequencies.len();
         let mut values = Vec::with_capacity(positions * half * 2);
         for position in 0..positions {
             #[expect(clippy::cast_precision_loss, reason = "as transformers does")]
-            let angles = (self.inverse_frequencies.iter())
-                .map(|frequency| f64::from(position as f32 * frequency));
-            values.extend(angles.clone().map(|angle| T::from_f64(angle.cos())));
-            values.extend(angles.map(|angle| T::from_f64(angle.sin())));
+            let angles =
+                (self.frequencies.iter()).map(|frequency| f64::from(position as f32 * frequency));
+            values.extend(
+                angles
+                    .clone()
+                    .map(|angle| T::from_f64(self.scale * angle.cos())),
+            );
+            values.extend(angles.map(|angle| T::from_f64(self.scale * angle.sin())));
         }
         let grown = Arc::new(RopeRows { values, positions });
         let mut rows = self
@@ -77,7 +79,7 @@ impl<T: Real> RopeTable<T> {
 pub(crate) enum Turn {
     /// The embedding itself.
     Forward,
-    /// Its inverse, which is also its backward pass: a rotation's transpose.
+    /// Its backward pass: the transpose, which without a scale is the inverse.
     Backward,
 }
 
@@ -124,6 +126,7 @@ pub(crate) fn rope<T: Real>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::model::RopeScaling;
 
     #[test]
     fn the_golden_rotation_is_half_split() {
@@ -131,7 +134,8 @@ mod tests {
         let q = golden.floats("inputs", "q");
         let expected = golden.floats("expected", "q_rot");
         let interleaved = golden.floats("mutants", "interleaved");
-        let table = RopeTable::<f64>::new(4, 1e6);
+        let frequencies = RopeScaling::Default.frequencies(4, 1e6);
+        let table = RopeTable::<f64>::new(frequencies, 1.0);
         let mut rotated = q.clone();
         rope(&mut rotated, &[5], 1, &table.rows(6), 4, Turn::Forward);
         for i in 0..4 {

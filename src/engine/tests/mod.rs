@@ -1,9 +1,12 @@
 //! The engine on a toy decoder with random weights.
 
+mod prefixes;
+mod turns;
+
 use candle_core::Device;
 use proptest::prelude::*;
 
-use super::model::{Adapters, ModelConfig, ModelType, Trainable, random_weights};
+use super::model::{Adapters, ModelConfig, ModelType, RopeScaling, Trainable, random_weights};
 use super::*;
 
 const STOP: u32 = 3;
@@ -21,6 +24,9 @@ fn toy_config() -> ModelConfig {
         max_position_embeddings: 512,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
         tie_word_embeddings: true,
         bos_token_id: None,
         eos_token_id: vec![STOP],
@@ -169,8 +175,7 @@ fn a_group_samples_what_its_members_sample_alone() {
         prompt.len() as u64,
         "the prompt is computed once"
     );
-    let distinct: std::collections::BTreeSet<_> =
-        finished.values().map(|finished| &finished.tokens).collect();
+    let distinct: BTreeSet<_> = finished.values().map(|finished| &finished.tokens).collect();
     assert!(distinct.len() > 3, "members draw from streams of their own");
 }
 
@@ -505,7 +510,7 @@ proptest! {
         max_batch_tokens in 1_usize..60,
     ) {
         let config = EngineConfig {
-            max_running: 6, max_cache_tokens, prefill_chunk, max_batch_tokens, max_context: 90,
+            max_running: 6, max_cache_tokens, prefill_chunk, max_batch_tokens, max_context: 90, ..EngineConfig::default()
         };
         let mut engine = engine(config);
         // Of each sequence: its first prompt and seed, for single turns.

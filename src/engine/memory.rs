@@ -1,0 +1,53 @@
+//! How much memory this process may still take.
+
+use std::path::Path;
+
+/// Returns the bytes of main memory that may still be taken: what the system has left, and what
+/// the control group of this process (a container's limit) has left. `None` where neither is told.
+#[must_use]
+pub fn available_memory() -> Option<u64> {
+    let read = |path: &str| fs_err::read_to_string(Path::new(path)).ok();
+    let system = read("/proc/meminfo").as_deref().and_then(mem_available);
+    let group = "/sys/fs/cgroup/memory";
+    let limit = read(&format!("{group}.max")).as_deref().and_then(number);
+    let used = read(&format!("{group}.current"))
+        .as_deref()
+        .and_then(number);
+    let group = limit
+        .zip(used)
+        .map(|(limit, used)| limit.saturating_sub(used));
+    match (system, group) {
+        (Some(system), Some(group)) => Some(system.min(group)),
+        (system, group) => system.or(group),
+    }
+}
+
+/// Reads the line `MemAvailable: 123 kB`.
+fn mem_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
+/// Reads a number of a control group; `max` is no limit.
+fn number(text: &str) -> Option<u64> {
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_systems_files_are_read() {
+        let meminfo = "MemTotal:  100 kB\nMemAvailable:   42 kB\nBuffers: 1 kB\n";
+        assert_eq!(mem_available(meminfo), Some(42 * 1024));
+        assert_eq!(mem_available("MemTotal: 1 kB"), None);
+        assert_eq!(number("max\n"), None);
+        assert_eq!(number("4096\n"), Some(4096));
+        let available = available_memory().expect("Linux tells it");
+        assert!(available > 1 << 20, "{available}");
+    }
+}

@@ -1,0 +1,380 @@
+//! `POST /v1/chat/completions`
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::extract::rejection::BytesRejection;
+use axum::response::{IntoResponse as _, Response};
+use serde_json::{Map, Value, json};
+
+use super::stream::{Chunks, Envelope, Streamed, TextSoFar, Usage, collect};
+use super::turn::{TurnReader, call_json, logprobs_json, rest};
+use super::wire::ChatRequest;
+use super::{ApiError, App, unix_seconds};
+use crate::chat::{Message, RenderOptions, ToolSpec};
+use crate::engine::{
+    EngineError, FinishReason, Finished, GenerateRequest, GeneratedToken, SamplingParams,
+    ThinkingBudget, TokenLogprob,
+};
+
+/// A request that was read.
+struct Prepared {
+    generate: GenerateRequest,
+    reader: TurnReader,
+    tells_logprobs: bool,
+    returns_token_ids: bool,
+    tells_usage: bool,
+}
+
+pub(super) async fn complete(
+    State(app): State<Arc<App>>,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, ApiError> {
+    let request: ChatRequest = app.read(body)?;
+    let reading = Arc::clone(&app);
+    // Rendering and tokenizing a long conversation takes a while.
+    let prepared = tokio::task::spawn_blocking(move || prepare(&reading, &request))
+        .await
+        .map_err(|error| ApiError::internal(&error))??;
+    let Prepared {
+        generate,
+        reader,
+        tells_logprobs,
+        returns_token_ids,
+        tells_usage,
+    } = prepared;
+    let count = generate.seeds.len();
+    let usage = Usage {
+        prompt: generate.prompt.len(),
+        ..Usage::default()
+    };
+    let prompt_token_ids = returns_token_ids.then(|| generate.prompt.clone());
+    let mut envelope = Envelope {
+        id: app.id("chatcmpl"),
+        object: "chat.completion",
+        created: unix_seconds(),
+        model: app.model.name.clone(),
+    };
+    let teller = Teller {
+        app: Arc::clone(&app),
+        reader,
+        tells_logprobs,
+        returns_token_ids,
+    };
+    let (is_streamed, params) = (generate.stream, generate.params.clone());
+    let generation = app.engine.submit(generate)?;
+    if is_streamed {
+        envelope.object = "chat.completion.chunk";
+        let choices = (0..count).map(|_| teller.choice(&params)).collect();
+        let streamed = Streamed {
+            app,
+            generation,
+            envelope,
+            chunks: ChatChunks { teller, choices },
+            count,
+            usage,
+            tells_usage,
+            prompt_token_ids,
+        };
+        return Ok(streamed.into_response());
+    }
+    let mut usage = usage;
+    let mut choices = Vec::with_capacity(count);
+    for (index, finished) in collect(&app, generation, count).await?.iter().enumerate() {
+        usage.add(finished);
+        choices.push(teller.whole(index, finished)?);
+    }
+    let mut answer = envelope.wrap(&choices);
+    answer["usage"] = usage.to_json();
+    if let Some(ids) = prompt_token_ids {
+        answer["prompt_token_ids"] = json!(ids);
+    }
+    Ok(Json(answer).into_response())
+}
+
+fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
+    app.check_model(&request.model)?;
+    if let Some(format) = &request.response_format
+        && format.get("type").and_then(Value::as_str) != Some("text")
+    {
+        let message = "only `{\"type\": \"text\"}` is supported: decoding is not guided";
+        return Err(ApiError::invalid("response_format", message));
+    }
+    let uses_tools = match request.tool_choice.as_ref().map(Value::as_str) {
+        None | Some(Some("auto")) => true,
+        Some(Some("none")) => false,
+        Some(_) => {
+            let message = "only `auto` and `none` are supported: decoding is not guided";
+            return Err(ApiError::invalid("tool_choice", message));
+        }
+    };
+    let mut tools: Vec<ToolSpec> = Vec::new();
+    for tool in request.tools.iter().flatten().filter(|_| uses_tools) {
+        let tool = serde_json::from_value(tool.clone())
+            .map_err(|error| ApiError::invalid("tools", format!("a tool is malformed: {error}")))?;
+        tools.push(tool);
+    }
+    let messages = request
+        .messages
+        .iter()
+        .enumerate()
+        .map(|(index, message)| read_message(index, message))
+        .collect::<Result<Vec<Message>, _>>()?;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "there is no message"));
+    }
+    let mut extra = request.chat_template_kwargs.clone().unwrap_or_default();
+    let enable_thinking = match extra.remove("enable_thinking") {
+        None | Some(Value::Null) => None,
+        Some(Value::Bool(enabled)) => Some(enabled),
+        Some(_) => {
+            let message = "`enable_thinking` must be true or false";
+            return Err(ApiError::invalid("chat_template_kwargs", message));
+        }
+    };
+    let options = RenderOptions {
+        add_generation_prompt: true,
+        enable_thinking,
+        extra,
+    };
+    let chat = app.model.template.render(&messages, &tools, &options)?;
+    let prompt = app.model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
+    let tells_logprobs = request.logprobs.unwrap_or(false);
+    let max_tokens = request.max_completion_tokens;
+    let top_logprobs = request.top_logprobs.filter(|_| tells_logprobs);
+    let mut generate = request
+        .common
+        .request(app, prompt, max_tokens, top_logprobs)?;
+    if let Some(tokens) = request.thinking_token_budget {
+        generate.params.thinking = Some(ThinkingBudget::new(&app.model.tokenizer, tokens)?);
+    }
+    Ok(Prepared {
+        generate,
+        reader: TurnReader {
+            format: app.model.tool_call_format,
+            tools,
+            is_thinking: chat.text.trim_end().ends_with("<think>"),
+        },
+        tells_logprobs,
+        returns_token_ids: request.common.returns_token_ids(),
+        tells_usage: request.common.tells_usage(),
+    })
+}
+
+/// Reads a message with OpenAI's varieties: content in parts, arguments as text, `developer`.
+fn read_message(index: usize, message: &Value) -> Result<Message, ApiError> {
+    let fault = |reason: &str| {
+        ApiError::invalid(
+            "messages",
+            format!("message {index} is malformed: {reason}"),
+        )
+    };
+    let Value::Object(mut fields) = message.clone() else {
+        return Err(fault("it is not an object"));
+    };
+    if fields.get("role").and_then(Value::as_str) == Some("developer") {
+        fields.insert("role".to_owned(), Value::from("system"));
+    }
+    if let Some(Value::Array(parts)) = fields.get("content") {
+        let mut text = String::new();
+        for part in parts {
+            match (part.get("type").and_then(Value::as_str), part.get("text")) {
+                (Some("text"), Some(Value::String(part))) => text += part,
+                _ => return Err(fault("only content of text is supported")),
+            }
+        }
+        fields.insert("content".to_owned(), Value::from(text));
+    }
+    if let Some(reasoning) = fields.remove("reasoning") {
+        fields.entry("reasoning_content").or_insert(reasoning);
+    }
+    let mut message: Message =
+        serde_json::from_value(Value::Object(fields)).map_err(|error| fault(&error.to_string()))?;
+    for call in &mut message.tool_calls {
+        // Templates print arguments as an object.
+        if let Value::String(text) = &call.arguments
+            && let Ok(arguments @ Value::Object(_)) = serde_json::from_str(text)
+        {
+            call.arguments = arguments;
+        }
+    }
+    Ok(message)
+}
+
+/// Tells completions in the shape of the API.
+struct Teller {
+    app: Arc<App>,
+    reader: TurnReader,
+    tells_logprobs: bool,
+    returns_token_ids: bool,
+}
+
+impl Teller {
+    /// Returns a choice of an answer that is sent whole.
+    fn whole(&self, index: usize, finished: &Finished) -> Result<Value, EngineError> {
+        let tokenizer = &self.app.model.tokenizer;
+        let turn = self.reader.read(&finished.text(tokenizer)?);
+        let has_calls = !turn.tool_calls.is_empty();
+        let content = match turn.content.is_empty() && has_calls {
+            true => Value::Null,
+            false => Value::from(turn.content),
+        };
+        let mut message = json!({"role": "assistant", "content": content});
+        if let Some(reasoning) = turn.reasoning {
+            message["reasoning_content"] = Value::from(reasoning);
+        }
+        if has_calls {
+            let call = |call| call_json(call, &self.app.id("call"));
+            message["tool_calls"] = turn.tool_calls.iter().map(call).collect();
+        }
+        let mut choice = json!({
+            "index": index,
+            "message": message,
+            "logprobs": null,
+            "finish_reason": finish_reason(finished, has_calls),
+        });
+        if self.tells_logprobs {
+            choice["logprobs"] = logprobs_json(tokenizer, &all_tokens(finished));
+        }
+        if self.returns_token_ids {
+            choice["token_ids"] = json!(finished.tokens);
+        }
+        tell_stop(&mut choice, finished);
+        Ok(choice)
+    }
+
+    /// Returns a choice of an answer that is sent as it comes.
+    fn choice(&self, params: &SamplingParams) -> ChoiceSoFar {
+        ChoiceSoFar {
+            text: TextSoFar::new(&self.app.model.tokenizer, params),
+            reasoning: String::new(),
+            content: String::new(),
+        }
+    }
+}
+
+pub(super) fn finish_reason(finished: &Finished, has_calls: bool) -> &'static str {
+    match finished.finish_reason {
+        FinishReason::Length => "length",
+        FinishReason::Stop | FinishReason::StopText if has_calls => "tool_calls",
+        FinishReason::Stop | FinishReason::StopText => "stop",
+    }
+}
+
+/// Adds vLLM's `stop_reason`: the string that ended the text.
+pub(super) fn tell_stop(choice: &mut Value, finished: &Finished) {
+    let stop = finished.stop_text.as_ref();
+    choice["stop_reason"] = stop.map_or(Value::Null, |stop| Value::from(stop.text.as_str()));
+}
+
+pub(super) fn all_tokens(finished: &Finished) -> Vec<GeneratedToken> {
+    let top = |at: usize| finished.top_logprobs.get(at).cloned().unwrap_or_default();
+    (0..finished.tokens.len())
+        .map(|at| GeneratedToken {
+            token: TokenLogprob {
+                token: finished.tokens[at],
+                logprob: finished.logprobs[at],
+                kept_logprob: finished.kept_logprobs[at],
+            },
+            top: top(at),
+        })
+        .collect()
+}
+
+struct ChoiceSoFar {
+    text: TextSoFar,
+    /// What was sent.
+    reasoning: String,
+    content: String,
+}
+
+struct ChatChunks {
+    teller: Teller,
+    choices: Vec<ChoiceSoFar>,
+}
+
+impl Chunks for ChatChunks {
+    fn begin(&mut self, index: usize) -> Option<Value> {
+        let delta = json!({"role": "assistant", "content": ""});
+        Some(json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null}))
+    }
+
+    fn tokens(
+        &mut self,
+        index: usize,
+        tokens: &[GeneratedToken],
+    ) -> Result<Option<Value>, EngineError> {
+        let teller = &self.teller;
+        let choice = &mut self.choices[index];
+        choice.text.push(tokens)?;
+        let (reasoning, content) = teller.reader.settled(&choice.text.text);
+        let mut delta = Map::new();
+        for (name, sent, now) in [
+            ("reasoning_content", &mut choice.reasoning, reasoning),
+            ("content", &mut choice.content, content),
+        ] {
+            let new = now.strip_prefix(sent.as_str()).unwrap_or_default();
+            if !new.is_empty() {
+                delta.insert(name.to_owned(), Value::from(new));
+                sent.push_str(new);
+            }
+        }
+        if delta.is_empty() && !teller.tells_logprobs && !teller.returns_token_ids {
+            return Ok(None);
+        }
+        let mut choice = json!({
+            "index": index, "delta": delta, "logprobs": null, "finish_reason": null,
+        });
+        if teller.tells_logprobs {
+            choice["logprobs"] = logprobs_json(&teller.app.model.tokenizer, tokens);
+        }
+        if teller.returns_token_ids {
+            let ids: Vec<u32> = tokens.iter().map(|token| token.token.token).collect();
+            choice["token_ids"] = json!(ids);
+        }
+        Ok(Some(choice))
+    }
+
+    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError> {
+        let teller = &self.teller;
+        let sent = &self.choices[index];
+        let turn = teller
+            .reader
+            .read(&finished.text(&teller.app.model.tokenizer)?);
+        let mut delta = Map::new();
+        let reasoning = turn.reasoning.unwrap_or_default();
+        for (name, now, sent) in [
+            ("reasoning_content", &reasoning, &sent.reasoning),
+            ("content", &turn.content, &sent.content),
+        ] {
+            let new = rest(now, sent);
+            if !new.is_empty() {
+                delta.insert(name.to_owned(), Value::from(new));
+            }
+        }
+        let mut calls = Vec::new();
+        for (at, call) in turn.tool_calls.iter().enumerate() {
+            let mut call = call_json(call, &teller.app.id("call"));
+            call["index"] = Value::from(at);
+            calls.push(call);
+        }
+        let has_calls = !calls.is_empty();
+        if has_calls {
+            delta.insert("tool_calls".to_owned(), Value::from(calls));
+        }
+        let mut last = json!({
+            "index": index,
+            "delta": {},
+            "logprobs": null,
+            "finish_reason": finish_reason(finished, has_calls),
+        });
+        tell_stop(&mut last, finished);
+        if delta.is_empty() {
+            return Ok(vec![last]);
+        }
+        let more = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
+        Ok(vec![more, last])
+    }
+}

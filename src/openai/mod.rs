@@ -1,0 +1,288 @@
+//! The OpenAI API in front of the engine.
+//!
+//! `GET /v1/models`, `POST /v1/chat/completions` and `POST /v1/completions`, with vLLM's extensions
+//! where OpenAI has no field (`top_k`, `return_token_ids`, `chat_template_kwargs`, …); `GET /health`;
+//! `GET /metrics` for Prometheus.
+//!
+//! Requests are read and prompts made here; one thread owns the engine and batches whatever is
+//! under way ([`EngineHandle`]). The engine's law holds: **the same request with the same `seed` gets the
+//! same tokens at any load**.
+//!
+//! Everything from a client is bounded: the body ([`ServerConfig::max_body_bytes`]), the completions
+//! at a time (those beyond get 429 and `Retry-After`), each parameter, and the length of the context
+//! (a request that cannot fit is refused with the numbers). A client that goes away frees what it
+//! held. Not offered: guided decoding, so `response_format` other than text and a forced
+//! `tool_choice` are refused.
+
+mod chat;
+mod completions;
+mod error;
+mod metrics;
+mod prepare;
+mod stream;
+mod turn;
+mod wire;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use axum::Json;
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
+use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+
+use crate::chat::{ChatTemplate, ToolCallFormat};
+use crate::engine::{EngineHandle, Tokenizer};
+
+pub use error::ApiError;
+
+use metrics::Metrics;
+
+/// The model behind the API.
+#[derive(Debug, Clone)]
+pub struct ServedModel {
+    /// What clients call it.
+    pub name: String,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Its chat template.
+    pub template: ChatTemplate,
+    /// Tokens that end a turn.
+    pub stop_token_ids: Vec<u32>,
+    /// How it writes tool calls.
+    pub tool_call_format: ToolCallFormat,
+}
+
+/// Settings of the server.
+#[derive(Clone)]
+pub struct ServerConfig {
+    /// What clients must send as `Authorization: Bearer`; `None` lets everybody in. Default: none.
+    pub api_key: Option<String>,
+    /// Largest body that is read. Default: 8 MiB.
+    pub max_body_bytes: usize,
+    /// Most completions of one request (`n` times the prompts). Default: 128.
+    pub max_choices: usize,
+}
+
+impl fmt::Debug for ServerConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerConfig")
+            .field("has_api_key", &self.api_key.is_some())
+            .field("max_body_bytes", &self.max_body_bytes)
+            .field("max_choices", &self.max_choices)
+            .finish()
+    }
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self {
+            api_key: None,
+            max_body_bytes: 8 << 20,
+            max_choices: 128,
+        }
+    }
+}
+
+/// What all requests share.
+#[derive(Debug)]
+struct App {
+    engine: EngineHandle,
+    model: ServedModel,
+    config: ServerConfig,
+    metrics: Metrics,
+    started: u64,
+    requests: AtomicU64,
+}
+
+impl App {
+    /// Returns a name that no other object of this server has.
+    fn id(&self, prefix: &str) -> String {
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        format!("{prefix}-{:x}{number:08x}", self.started)
+    }
+
+    fn check_model(&self, model: &str) -> Result<(), ApiError> {
+        if model == self.model.name {
+            return Ok(());
+        }
+        Err(ApiError::UnknownModel {
+            model: model.chars().take(200).collect(),
+            known: self.model.name.clone(),
+        })
+    }
+
+    /// Reads a request's body.
+    fn read<T: DeserializeOwned>(
+        &self,
+        body: Result<Bytes, BytesRejection>,
+    ) -> Result<T, ApiError> {
+        let body = body.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ApiError::TooLarge {
+                limit: self.config.max_body_bytes,
+            },
+            _ => ApiError::Invalid {
+                message: rejection.body_text(),
+                param: None,
+                code: None,
+            },
+        })?;
+        serde_json::from_slice(&body).map_err(|error| ApiError::Invalid {
+            message: format!("the request is not valid JSON for this endpoint: {error}"),
+            param: None,
+            code: None,
+        })
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
+}
+
+/// Returns the API as a service.
+pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) -> Router {
+    let body_limit = DefaultBodyLimit::max(config.max_body_bytes);
+    let app = Arc::new(App {
+        engine,
+        model,
+        config,
+        metrics: Metrics::default(),
+        started: unix_seconds(),
+        requests: AtomicU64::new(0),
+    });
+    let v1 = Router::new()
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*model}", get(model_card))
+        .route("/v1/chat/completions", post(chat::complete))
+        .route("/v1/completions", post(completions::complete))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
+    v1.route("/health", get(health))
+        .route("/metrics", get(metrics_page))
+        .fallback(|uri: Uri| async move {
+            ApiError::NotFound {
+                path: uri.path().chars().take(200).collect(),
+            }
+        })
+        .method_not_allowed_fallback(async || ApiError::MethodNotAllowed)
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), count))
+        .layer(body_limit)
+        .with_state(app)
+}
+
+/// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`.
+///
+/// # Errors
+///
+/// Fails if the listener does.
+pub async fn serve(
+    listener: TcpListener,
+    router: Router,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+    grace: Duration,
+) -> std::io::Result<()> {
+    let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
+    let server = axum::serve(listener, router).with_graceful_shutdown(async {
+        // A dropped sender means the same.
+        let _ = receiver.await;
+    });
+    let overdue = async {
+        shutdown.await;
+        let _ = sender.send(());
+        tokio::time::sleep(grace).await;
+    };
+    tokio::select! {
+        served = server => served,
+        () = overdue => {
+            tracing::warn!(?grace, "requests were cut off at the end of the time to finish");
+            Ok(())
+        }
+    }
+}
+
+async fn authorize(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    request: Request,
+    next: Next,
+) -> Response {
+    if let Some(key) = &app.config.api_key {
+        let sent = headers
+            .get(header::AUTHORIZATION)
+            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+        // Hashes are compared in constant time, whatever the lengths are.
+        let matches = |sent: &[u8]| blake3::hash(sent) == blake3::hash(key.as_bytes());
+        if !sent.is_some_and(matches) {
+            return ApiError::Unauthorized.into_response();
+        }
+    }
+    next.run(request).await
+}
+
+async fn count(
+    State(app): State<Arc<App>>,
+    path: Option<MatchedPath>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let response = next.run(request).await;
+    let endpoint = path.as_ref().map_or("other", |path| path.as_str());
+    app.metrics
+        .count_response(endpoint, response.status().as_u16());
+    response
+}
+
+fn card(app: &App) -> Value {
+    json!({
+        "id": app.model.name,
+        "object": "model",
+        "created": app.started,
+        "owned_by": "wardian",
+        "max_model_len": app.engine.limits().max_context,
+    })
+}
+
+async fn models(State(app): State<Arc<App>>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [card(&app)]}))
+}
+
+async fn model_card(
+    State(app): State<Arc<App>>,
+    axum::extract::Path(model): axum::extract::Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    app.check_model(&model)?;
+    Ok(Json(card(&app)))
+}
+
+async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
+    if app.engine.status().is_stopped {
+        return (
+            StatusCode::SERVICE_UNAVAILABLE,
+            Json(json!({"status": "the engine has stopped"})),
+        );
+    }
+    (StatusCode::OK, Json(json!({"status": "ok"})))
+}
+
+async fn metrics_page(State(app): State<Arc<App>>) -> Response {
+    let text = app.metrics.render(&app.engine.status());
+    let kind = [(
+        header::CONTENT_TYPE,
+        "text/plain; version=0.0.4; charset=utf-8",
+    )];
+    (kind, text).into_response()
+}

@@ -1,0 +1,687 @@
+//! The API on a toy model that speaks bytes.
+
+use axum::body::Body;
+use axum::http::Method;
+use candle_core::{DType, Device};
+use tower::ServiceExt as _;
+
+use super::*;
+use crate::engine::model::{Decoder, ModelConfig, Trainable, random_weights};
+use crate::engine::{Engine, EngineConfig};
+
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+    {% endfor %}{% if tools %}<tool_call>{% endif %}\
+    {% if add_generation_prompt %}<|im_start|>assistant\n\
+    {% if enable_thinking %}<think>\n{% endif %}{% endif %}";
+
+/// The tokens after the 256 bytes.
+const SPECIAL: [&str; 4] = ["<think>", "</think>", "<|im_start|>", "<|im_end|>"];
+const IM_END: u32 = 259;
+
+fn model() -> ServedModel {
+    let tokenizer = Tokenizer::byte_level(&SPECIAL).unwrap();
+    ServedModel {
+        name: "toy".to_owned(),
+        template: ChatTemplate::new(TEMPLATE).unwrap(),
+        tokenizer,
+        stop_token_ids: vec![IM_END],
+        tool_call_format: ToolCallFormat::Hermes,
+    }
+}
+
+fn broken_decoder() -> Arc<Decoder> {
+    let decoder = decoder(&Trainable::Full);
+    let (_, variable) = &decoder.variables()[0];
+    let nan = (variable.as_tensor() * f64::NAN).unwrap();
+    variable.set(&nan).unwrap();
+    decoder
+}
+
+fn engine(config: EngineConfig) -> Engine {
+    let mut engine = Engine::new(decoder(&Trainable::Frozen), config).unwrap();
+    engine.set_tokenizer(model().tokenizer);
+    engine
+}
+
+fn decoder(trainable: &Trainable) -> Arc<Decoder> {
+    let model_config = ModelConfig::from_json(
+        r#"{"model_type": "qwen3", "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": true,
+            "eos_token_id": 259}"#,
+    )
+    .unwrap();
+    let mut weights = random_weights(&model_config, 1, DType::F32, &Device::Cpu).unwrap();
+    for (name, tensor) in &mut weights {
+        if !name.ends_with("norm.weight") {
+            *tensor = (&*tensor * 10.0).unwrap();
+        }
+    }
+    Arc::new(Decoder::new(model_config, weights, &Device::Cpu, trainable, 0).unwrap())
+}
+
+fn service(config: ServerConfig, max_requests: usize) -> (Router, EngineHandle) {
+    let engine = engine(EngineConfig::default());
+    let (engine, _thread) = EngineHandle::start(engine, max_requests).unwrap();
+    (router(engine.clone(), model(), config), engine)
+}
+
+fn toy() -> Router {
+    service(ServerConfig::default(), 64).0
+}
+
+struct Answer {
+    status: u16,
+    headers: HeaderMap,
+    text: String,
+}
+
+impl Answer {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
+    }
+
+    #[track_caller]
+    fn error(&self, status: u16) -> Value {
+        assert_eq!(self.status, status, "{}", self.text);
+        let error = self.json()["error"].clone();
+        for key in ["message", "type", "param", "code"] {
+            assert!(error.get(key).is_some(), "`{key}` is missing: {error}");
+        }
+        error
+    }
+
+    /// The chunks of a stream, which must end in `[DONE]`.
+    fn chunks(&self) -> Vec<Value> {
+        let mut events: Vec<&str> = self
+            .text
+            .split("\n\n")
+            .filter(|event| !event.is_empty())
+            .map(|event| event.strip_prefix("data: ").unwrap())
+            .collect();
+        assert_eq!(events.pop(), Some("[DONE]"));
+        events
+            .into_iter()
+            .map(|event| serde_json::from_str(event).unwrap())
+            .collect()
+    }
+}
+
+async fn send(app: &Router, request: axum::http::Request<Body>) -> Answer {
+    let response = app.clone().oneshot(request).await.unwrap();
+    let (parts, body) = response.into_parts();
+    let bytes = axum::body::to_bytes(body, 1 << 24).await.unwrap();
+    Answer {
+        status: parts.status.as_u16(),
+        headers: parts.headers,
+        text: String::from_utf8(bytes.to_vec()).unwrap(),
+    }
+}
+
+async fn fetch(app: &Router, path: &str) -> Answer {
+    send(
+        app,
+        axum::http::Request::get(path).body(Body::empty()).unwrap(),
+    )
+    .await
+}
+
+async fn ask(app: &Router, path: &str, body: &Value) -> Answer {
+    let request = axum::http::Request::post(path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(Body::from(body.to_string()));
+    send(app, request.unwrap()).await
+}
+
+/// A chat request with further fields.
+fn chat(fields: &Value) -> Value {
+    let mut body = json!({
+        "model": "toy", "messages": [{"role": "user", "content": "hi"}], "seed": 7,
+        "max_completion_tokens": 24,
+    });
+    for (key, value) in fields.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    body
+}
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+
+#[tokio::test]
+async fn a_chat_is_answered_in_openais_shape() {
+    let app = toy();
+    let answer = ask(
+        &app,
+        CHAT,
+        &chat(&json!({"n": 2, "return_token_ids": true})),
+    )
+    .await
+    .json();
+    assert_eq!(answer["object"], "chat.completion");
+    assert_eq!(answer["model"], "toy");
+    assert!(answer["id"].as_str().unwrap().starts_with("chatcmpl-"));
+    let choices = answer["choices"].as_array().unwrap();
+    assert_eq!(choices.len(), 2);
+    assert_ne!(
+        choices[0]["message"]["content"],
+        choices[1]["message"]["content"]
+    );
+    let mut completion = 0;
+    for (index, choice) in choices.iter().enumerate() {
+        assert_eq!(choice["index"], index);
+        assert_eq!(choice["message"]["role"], "assistant");
+        assert!(["stop", "length"].contains(&choice["finish_reason"].as_str().unwrap()));
+        let ids: Vec<u32> = serde_json::from_value(choice["token_ids"].clone()).unwrap();
+        completion += ids.len();
+        let ids = ids.strip_suffix(&[IM_END]).unwrap_or(&ids);
+        let text = model().tokenizer.decode(ids).unwrap();
+        assert_eq!(choice["message"]["content"], text);
+    }
+    let prompt: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
+    let text = model().tokenizer.decode(&prompt).unwrap();
+    assert_eq!(
+        text,
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    );
+    assert_eq!(answer["usage"]["prompt_tokens"], prompt.len());
+    assert_eq!(answer["usage"]["completion_tokens"], completion);
+    assert_eq!(answer["usage"]["total_tokens"], prompt.len() + completion);
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+}
+
+#[tokio::test]
+async fn a_stream_tells_what_the_whole_answer_tells() {
+    let app = toy();
+    for fields in [
+        json!({}),
+        json!({"n": 3, "logprobs": true, "top_logprobs": 2, "return_token_ids": true}),
+        json!({"chat_template_kwargs": {"enable_thinking": true}}),
+        json!({"tools": [{"type": "function", "function": {"name": "f"}}], "stop": ["e", "a"]}),
+    ] {
+        let whole = ask(&app, CHAT, &chat(&fields)).await.json();
+        let mut body = chat(&fields);
+        body["stream"] = Value::from(true);
+        body["stream_options"] = json!({"include_usage": true});
+        let answer = ask(&app, CHAT, &body).await;
+        assert_eq!(answer.headers[header::CONTENT_TYPE], "text/event-stream");
+        let mut chunks = answer.chunks();
+        let usage = chunks.pop().unwrap();
+        assert_eq!(usage["choices"], json!([]));
+        for key in ["prompt_tokens", "completion_tokens"] {
+            assert_eq!(usage["usage"][key], whole["usage"][key]);
+        }
+        if let Some(ids) = whole.get("prompt_token_ids") {
+            assert_eq!(&chunks[0]["prompt_token_ids"], ids);
+        }
+        for (index, expected) in whole["choices"].as_array().unwrap().iter().enumerate() {
+            let (mut content, mut reasoning) = (String::new(), String::new());
+            let (mut logprobs, mut ids) = (Vec::new(), Vec::new());
+            let mut finish = Value::Null;
+            for chunk in &chunks {
+                assert_eq!(chunk["object"], "chat.completion.chunk");
+                let choice = &chunk["choices"][0];
+                if choice["index"] != index {
+                    continue;
+                }
+                let text = |key: &str| choice["delta"][key].as_str().unwrap_or_default().to_owned();
+                content += &text("content");
+                reasoning += &text("reasoning_content");
+                logprobs.extend(
+                    choice["logprobs"]["content"]
+                        .as_array()
+                        .cloned()
+                        .unwrap_or_default(),
+                );
+                ids.extend(choice["token_ids"].as_array().cloned().unwrap_or_default());
+                assert_eq!(finish, Value::Null, "nothing follows the end");
+                finish = choice["finish_reason"].clone();
+            }
+            let message = &expected["message"];
+            assert_eq!(content, message["content"].as_str().unwrap());
+            assert_eq!(
+                reasoning,
+                message["reasoning_content"].as_str().unwrap_or_default()
+            );
+            assert_eq!(finish, expected["finish_reason"]);
+            if let Some(expected) = expected["logprobs"]["content"].as_array() {
+                assert_eq!(&logprobs, expected);
+                assert!(
+                    logprobs
+                        .iter()
+                        .all(|entry| entry["top_logprobs"].as_array().unwrap().len() == 2)
+                );
+            }
+            if let Some(expected) = expected["token_ids"].as_array() {
+                assert_eq!(&ids, expected);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn reasoning_that_the_template_opens_is_told_apart_and_has_a_budget() {
+    let app = toy();
+    let body = chat(&json!({
+        "chat_template_kwargs": {"enable_thinking": true}, "thinking_token_budget": 5,
+        "logit_bias": {"256": -100, "257": -100, "259": -100}, "return_token_ids": true,
+        "temperature": 0.5,
+    }));
+    let choice = ask(&app, CHAT, &body).await.json()["choices"][0].clone();
+    let ids: Vec<u32> = serde_json::from_value(choice["token_ids"].clone()).unwrap();
+    assert_eq!(
+        ids[5..9],
+        [10, 257, 10, 10],
+        "a newline, `</think>`, two newlines"
+    );
+    let decode = |ids: &[u32]| model().tokenizer.decode(ids).unwrap();
+    let reasoning = decode(&ids[..5]);
+    assert_eq!(
+        choice["message"]["reasoning_content"],
+        reasoning.trim_matches('\n')
+    );
+    assert_eq!(
+        choice["message"]["content"],
+        decode(&ids[9..]).trim_start_matches('\n')
+    );
+}
+
+#[tokio::test]
+async fn the_same_seed_gets_the_same_tokens_at_any_load() {
+    let (app, engine) = service(ServerConfig::default(), 64);
+    let body = |seed: u64| {
+        let text = "x".repeat(usize::try_from(seed).unwrap() * 9);
+        chat(&json!({
+            "seed": seed, "messages": [{"role": "user", "content": text}], "logprobs": true,
+            "top_logprobs": 3, "frequency_penalty": 0.3, "repetition_penalty": 1.1,
+        }))
+    };
+    let mut alone = Vec::new();
+    for seed in 0..8 {
+        alone.push(ask(&app, CHAT, &body(seed)).await.json()["choices"].clone());
+    }
+    let other: Vec<_> = (0..16)
+        .map(|seed| {
+            let app = app.clone();
+            let body = body(seed % 8);
+            tokio::spawn(async move { ask(&app, CHAT, &body).await.json()["choices"].clone() })
+        })
+        .collect();
+    for (seed, task) in other.into_iter().enumerate() {
+        assert_eq!(task.await.unwrap(), alone[seed % 8]);
+    }
+    assert!(
+        engine.status().stats.prefix_hit_tokens > 0,
+        "caches were in play"
+    );
+    let unseeded = async || {
+        let mut body = body(3);
+        body.as_object_mut().unwrap().remove("seed");
+        ask(&app, CHAT, &body).await.json()["choices"].clone()
+    };
+    assert_ne!(unseeded().await, unseeded().await);
+}
+
+/// With a bias for each byte in turn, the toy model says what it is told to.
+#[tokio::test]
+async fn tool_calls_are_told_whole_and_in_pieces() {
+    let app = toy();
+    let tools = json!([{"type": "function", "function": {
+        "name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    }}]);
+    // The text comes from the parser's side: a reader that knows the tools.
+    let reader = turn::TurnReader {
+        format: ToolCallFormat::Hermes,
+        tools: serde_json::from_value(tools.clone()).unwrap(),
+        is_thinking: false,
+    };
+    let text = "I call.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}}\n</tool_call>";
+    let read = reader.read(text);
+    let told = turn::call_json(&read.tool_calls[0], "call-1");
+    assert_eq!(
+        told,
+        json!({"id": "call-1", "type": "function",
+               "function": {"name": "f", "arguments": "{\"x\":1}"}})
+    );
+    assert_eq!(reader.settled(text).1, "I call.");
+    // A conversation with calls is rendered, whatever form the arguments have.
+    let messages = json!([
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": null, "tool_calls": [told]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "<|im_end|>"},
+    ]);
+    let body = chat(&json!({"messages": messages, "tools": tools, "return_token_ids": true}));
+    let answer = ask(&app, CHAT, &body).await.json();
+    let ids: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
+    let text = model().tokenizer.decode(&ids).unwrap();
+    assert!(text.contains("<|im_start|>system\nBe brief."), "{text}");
+    assert!(text.contains("<|im_start|>user\nab<"), "{text}");
+    assert!(text.contains("<tool_call>"), "{text}");
+}
+
+#[tokio::test]
+async fn completions_take_text_and_tokens() {
+    let app = toy();
+    let complete = async |fields: Value| {
+        let mut body = json!({"model": "toy", "max_tokens": 8, "seed": 1, "prompt": "ab"});
+        for (key, value) in fields.as_object().unwrap() {
+            body[key] = value.clone();
+        }
+        ask(&app, COMPLETIONS, &body).await
+    };
+    let text = complete(json!({})).await.json();
+    assert_eq!(text["object"], "text_completion");
+    let tokens = complete(json!({"prompt": [97, 98]})).await.json();
+    assert_eq!(text["choices"], tokens["choices"]);
+    let several = complete(json!({"prompt": ["ab", "cd"], "n": 2}))
+        .await
+        .json();
+    let choices = several["choices"].as_array().unwrap();
+    let indices: Vec<u64> = choices
+        .iter()
+        .map(|choice| choice["index"].as_u64().unwrap())
+        .collect();
+    assert_eq!(indices, [0, 1, 2, 3]);
+    assert_eq!(choices[0]["text"], text["choices"][0]["text"]);
+    assert_eq!(several["usage"]["prompt_tokens"], 4);
+
+    let logprobs = complete(json!({"logprobs": 2})).await.json()["choices"][0]["logprobs"].clone();
+    let count = logprobs["tokens"].as_array().unwrap().len();
+    for key in ["token_logprobs", "top_logprobs", "text_offset"] {
+        assert_eq!(logprobs[key].as_array().unwrap().len(), count, "{key}");
+    }
+    let stream = complete(json!({"stream": true})).await;
+    let streamed: String = stream
+        .chunks()
+        .iter()
+        .map(|chunk| chunk["choices"][0]["text"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(streamed, text["choices"][0]["text"].as_str().unwrap());
+
+    for (fields, param) in [
+        (json!({"echo": true}), "echo"),
+        (json!({"prompt": ""}), "prompt"),
+        (json!({"prompt": [300]}), "prompt"),
+        (json!({"prompt": ["a", "b"], "stream": true}), "prompt"),
+        (json!({"logprobs": 21}), "top_logprobs"),
+    ] {
+        let error = complete(fields.clone()).await.error(400);
+        assert_eq!(error["param"], param, "{fields}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_is_refused_with_the_field() {
+    let app = toy();
+    for (fields, param) in [
+        (json!({"temperature": -1}), "temperature"),
+        (json!({"top_p": 0}), "top_p"),
+        (json!({"n": 0}), "n"),
+        (json!({"n": 1000}), "n"),
+        (json!({"presence_penalty": 3}), "presence_penalty"),
+        (json!({"logit_bias": {"x": 1}}), "logit_bias"),
+        (json!({"logit_bias": {"1": 101}}), "logit_bias"),
+        (
+            json!({"logit_bias": {"260": 1}, "stream": true}),
+            "logit_bias",
+        ),
+        (json!({"stop": [""]}), "stop"),
+        (
+            json!({"top_logprobs": 21, "logprobs": true}),
+            "top_logprobs",
+        ),
+        (json!({"max_completion_tokens": 0}), "max_new_tokens"),
+        (json!({"messages": []}), "messages"),
+        (
+            json!({"messages": [{"role": "robot", "content": ""}]}),
+            "messages",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+            "messages",
+        ),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (
+            json!({"response_format": {"type": "json_object"}}),
+            "response_format",
+        ),
+        (json!({"tools": [{"type": "function"}]}), "tools"),
+        (
+            json!({"chat_template_kwargs": {"enable_thinking": 1}}),
+            "chat_template_kwargs",
+        ),
+    ] {
+        let error = ask(&app, CHAT, &chat(&fields)).await.error(400);
+        assert_eq!(error["type"], "invalid_request_error");
+        assert_eq!(error["param"], param, "{fields}: {error}");
+    }
+    // Both numbers of a limit.
+    let long = json!([{"role": "user", "content": "x".repeat(600)}]);
+    let error = ask(&app, CHAT, &chat(&json!({"messages": long})))
+        .await
+        .error(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains("512") && message.contains("619"),
+        "{message}"
+    );
+    let error = ask(&app, CHAT, &chat(&json!({"max_completion_tokens": 512})))
+        .await
+        .error(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+
+    let error = ask(&app, CHAT, &chat(&json!({"model": "gpt-4"})))
+        .await
+        .error(404);
+    assert_eq!(error["code"], "model_not_found");
+    assert_eq!(error["param"], "model");
+    fetch(&app, "/v1/nothing").await.error(404);
+    fetch(&app, CHAT).await.error(405);
+    let malformed = axum::http::Request::post(CHAT)
+        .body(Body::from("{\"model\": "))
+        .unwrap();
+    send(&app, malformed).await.error(400);
+}
+
+#[tokio::test]
+async fn requests_are_bounded_before_they_are_read() {
+    let config = ServerConfig {
+        max_body_bytes: 1000,
+        ..ServerConfig::default()
+    };
+    let (app, _) = service(config, 64);
+    let messages = json!([{"role": "user", "content": "x".repeat(2000)}]);
+    let error = ask(&app, CHAT, &chat(&json!({"messages": messages})))
+        .await
+        .error(413);
+    assert!(
+        error["message"].as_str().unwrap().contains("1000"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn a_key_is_asked_for_where_one_is_set() {
+    let config = ServerConfig {
+        api_key: Some("secret".to_owned()),
+        ..ServerConfig::default()
+    };
+    assert!(!format!("{config:?}").contains("secret"));
+    let (app, _) = service(config, 64);
+    let with = async |key: Option<&str>| {
+        let mut request = axum::http::Request::builder()
+            .method(Method::GET)
+            .uri("/v1/models");
+        if let Some(key) = key {
+            request = request.header(header::AUTHORIZATION, key);
+        }
+        send(&app, request.body(Body::empty()).unwrap()).await
+    };
+    for wrong in [
+        None,
+        Some("secret"),
+        Some("Bearer "),
+        Some("Bearer secret2"),
+    ] {
+        assert_eq!(with(wrong).await.error(401)["code"], "invalid_api_key");
+    }
+    let models = with(Some("Bearer secret")).await.json();
+    assert_eq!(models["data"][0]["id"], "toy");
+    assert_eq!(models["data"][0]["max_model_len"], 512);
+    assert_eq!(ask(&app, CHAT, &chat(&json!({}))).await.status, 401);
+    assert_eq!(fetch(&app, "/health").await.status, 200);
+}
+
+#[tokio::test]
+async fn too_much_at_a_time_is_told_to_come_back() {
+    let (app, engine) = service(ServerConfig::default(), 2);
+    let endless = json!({"ignore_eos": true, "max_completion_tokens": 400, "stream": true, "n": 2});
+    let request = axum::http::Request::post(CHAT).body(Body::from(chat(&endless).to_string()));
+    let under_way = app.clone().oneshot(request.unwrap()).await.unwrap();
+    let until_running = async |count: usize| {
+        for _ in 0..2000 {
+            if engine.status().running == count {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("{:?} and not {count} running", engine.status());
+    };
+    until_running(2).await;
+    let refused = ask(&app, CHAT, &chat(&json!({}))).await;
+    let error = refused.error(429);
+    assert_eq!(error["code"], "rate_limit_exceeded");
+    assert_eq!(refused.headers[header::RETRY_AFTER], "1");
+
+    // The client goes away: its place is free long before 400 tokens are made.
+    drop(under_way);
+    until_running(0).await;
+    assert!(engine.status().stats.generated_tokens < 800);
+    assert_eq!(engine.status().cached_tokens, 0);
+    assert_eq!(ask(&app, CHAT, &chat(&json!({}))).await.status, 200);
+}
+
+#[tokio::test]
+async fn metrics_count_what_was_done() {
+    let app = toy();
+    ask(&app, CHAT, &chat(&json!({}))).await.json();
+    ask(&app, CHAT, &chat(&json!({"stream": true})))
+        .await
+        .chunks();
+    ask(&app, CHAT, &chat(&json!({"n": 0}))).await.error(400);
+    let text = fetch(&app, "/metrics").await.text;
+    for line in [
+        "http_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"} 2",
+        "http_requests_total{endpoint=\"/v1/chat/completions\",status=\"400\"} 1",
+        "completion_seconds_count 2",
+        "completion_first_token_seconds_count 1",
+        "engine_running_sequences 0",
+        "# TYPE engine_generated_tokens_total counter",
+    ] {
+        assert!(
+            text.lines().any(|found| found == line),
+            "`{line}` is not in\n{text}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_fault_of_the_model_is_an_error_and_frees_what_it_held() {
+    let engine = Engine::new(broken_decoder(), EngineConfig::default()).unwrap();
+    let (broken, thread) = EngineHandle::start(engine, 4).unwrap();
+    let app = router(broken.clone(), model(), ServerConfig::default());
+    for _ in 0..2 {
+        let error = ask(&app, CHAT, &chat(&json!({"n": 4}))).await.error(500);
+        assert_eq!(error["type"], "server_error");
+        assert!(
+            error["message"].as_str().unwrap().contains("not finite"),
+            "{error}"
+        );
+    }
+    let answer = ask(&app, CHAT, &chat(&json!({"stream": true}))).await;
+    assert_eq!(answer.status, 200, "it had begun");
+    assert!(answer.text.contains("server_error"), "{}", answer.text);
+    assert!(!answer.text.contains("[DONE]"), "{}", answer.text);
+    assert_eq!(broken.status().running, 0);
+    assert_eq!(fetch(&app, "/health").await.json()["status"], "ok");
+    drop((app, broken));
+    // Nobody can ask any more, so the thread ends.
+    tokio::task::spawn_blocking(move || thread.join().unwrap())
+        .await
+        .unwrap();
+}
+
+/// Sends a chat request over a socket of its own.
+async fn post(address: std::net::SocketAddr, body: &Value) -> tokio::net::TcpStream {
+    use tokio::io::AsyncWriteExt as _;
+
+    let body = body.to_string();
+    let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+    let request = format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    client.write_all(request.as_bytes()).await.unwrap();
+    client
+}
+
+#[tokio::test]
+async fn a_client_that_hangs_up_frees_what_it_held() {
+    let (app, engine) = service(ServerConfig::default(), 64);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tokio::spawn(serve(listener, app, std::future::pending(), Duration::ZERO));
+    for is_streamed in [false, true] {
+        let body = chat(&json!({
+            "ignore_eos": true, "max_completion_tokens": 400, "n": 16, "stream": is_streamed,
+        }));
+        let client = post(address, &body).await;
+        let until = async |count: usize| {
+            for _ in 0..4000 {
+                if engine.status().running == count {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            panic!("{:?} and not {count} running", engine.status());
+        };
+        until(16).await;
+        drop(client);
+        until(0).await;
+    }
+    let made = engine.status().stats.generated_tokens;
+    assert!(made < 16 * 400, "one of the two was made to its end");
+    server.abort();
+}
+
+#[tokio::test]
+async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
+    use tokio::io::AsyncReadExt as _;
+
+    let (app, _) = service(ServerConfig::default(), 64);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let shutdown = async {
+        let _ = stopped.await;
+    };
+    let server = tokio::spawn(serve(listener, app, shutdown, Duration::from_secs(60)));
+    let body = chat(&json!({"ignore_eos": true, "stream": true, "max_completion_tokens": 200}));
+    let mut client = post(address, &body).await;
+    let mut answer = vec![0; 64];
+    client.read_exact(&mut answer).await.unwrap();
+    stop.send(()).unwrap();
+    client.read_to_end(&mut answer).await.unwrap();
+    let answer = String::from_utf8(answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+    assert!(answer.contains("data: [DONE]"), "{answer}");
+    server.await.unwrap().unwrap();
+    let again = tokio::net::TcpStream::connect(address).await;
+    assert_eq!(
+        again.unwrap_err().kind(),
+        std::io::ErrorKind::ConnectionRefused
+    );
+}

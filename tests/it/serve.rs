@@ -1,0 +1,240 @@
+//! `wardian serve` and `wardian chat` as processes: sockets, signals and pipes.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+const TASK: &str = "Write a function f(x) that takes x, adds 7, then takes the remainder modulo 9 and \
+    returns the result. Your code must pass: assert f(9) == 7";
+
+fn wardian(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    command
+        .args(arguments)
+        .env_remove("WARDIAN_LOG")
+        .env("NO_COLOR", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// A server on a free port; it is killed if the test fails.
+struct Server {
+    process: Child,
+    stderr: BufReader<std::process::ChildStderr>,
+    address: String,
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Self {
+        let listen = ["serve", "--listen", "127.0.0.1:0"];
+        let mut process = wardian(&[&listen, arguments].concat())
+            .spawn()
+            .expect("the binary starts");
+        let mut stderr = BufReader::new(process.stderr.take().expect("it is piped"));
+        let mut line = String::new();
+        stderr.read_line(&mut line).expect("it says where it is");
+        let address = line
+            .split_once("http://")
+            .and_then(|(_, rest)| rest.split_once("/v1"))
+            .unwrap_or_else(|| panic!("no address in: {line}"));
+        let address = address.0.to_owned();
+        Self {
+            process,
+            stderr,
+            address,
+        }
+    }
+
+    /// Sends a request; returns the status and the body.
+    fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(&self.address).expect("it listens");
+        let timeout = Some(Duration::from_secs(60));
+        stream.set_read_timeout(timeout).expect("a timeout is set");
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).expect("it reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("it answers");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("there is a head");
+        let status = head
+            .split(' ')
+            .nth(1)
+            .and_then(|status| status.parse().ok());
+        (status.expect("there is a status"), body.to_owned())
+    }
+
+    fn chat(&self, fields: &Value) -> Value {
+        let mut body = json!({
+            "model": "starter", "seed": 1, "temperature": 0.1,
+            "messages": [{"role": "user", "content": TASK}],
+        });
+        for (key, value) in fields.as_object().expect("fields are an object") {
+            body[key] = value.clone();
+        }
+        let (status, answer) = self.ask("POST", "/v1/chat/completions", &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}"))
+    }
+
+    fn terminate(mut self) -> (Option<i32>, String) {
+        let pid = self.process.id().to_string();
+        let killed = Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(killed.expect("`kill` is there").success());
+        let mut rest = String::new();
+        self.stderr.read_to_string(&mut rest).expect("it ends");
+        (self.process.wait().expect("it ends").code(), rest)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It has ended already unless a test failed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn a_served_model_calls_tools_and_stops_when_it_is_asked_to() {
+    let server = Server::start(&[]);
+    let (status, models) = server.ask("GET", "/v1/models", "");
+    assert_eq!(status, 200);
+    assert!(models.contains("\"starter\""), "{models}");
+
+    let code = json!({"type": "object", "properties": {"code": {"type": "string"}}});
+    let tools: Vec<Value> = ["run_python", "submit_solution"]
+        .iter()
+        .map(|name| json!({"type": "function", "function": {"name": name, "parameters": code}}))
+        .collect();
+    let answer = server.chat(&json!({"tools": tools}));
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{choice}");
+    let call = &choice["message"]["tool_calls"][0];
+    assert_eq!(call["type"], "function");
+    let arguments = call["function"]["arguments"].as_str().expect("it is text");
+    let arguments: Value = serde_json::from_str(arguments).expect("it is JSON");
+    let code = arguments["code"].as_str().expect("it is text");
+    assert!(code.contains("def f(x)"), "{code}");
+
+    // The same again is answered from the prefix cache, with the same tokens.
+    let again = server.chat(&json!({"tools": tools}));
+    assert_eq!(
+        again["choices"][0]["message"]["content"],
+        choice["message"]["content"]
+    );
+    assert_eq!(
+        again["choices"][0]["message"]["tool_calls"][0]["function"],
+        call["function"]
+    );
+    let cached = &again["usage"]["prompt_tokens_details"]["cached_tokens"];
+    assert!(
+        cached.as_u64().is_some_and(|cached| cached >= 32),
+        "{again}"
+    );
+
+    let (code, rest) = server.terminate();
+    assert_eq!(code, Some(0), "{rest}");
+    assert!(rest.contains("Stopped"), "{rest}");
+}
+
+#[test]
+fn what_cannot_be_served_is_a_usage_error() {
+    for (arguments, part) in [
+        (
+            &["serve", "--api-key-env", "WARDIAN_NO_SUCH_KEY"][..],
+            "`WARDIAN_NO_SUCH_KEY`",
+        ),
+        (
+            &["serve", "--model", "/nonexistent/model"],
+            "/nonexistent/model",
+        ),
+        (&["serve", "--memory-share", "0"], "`--memory-share`"),
+        (
+            &["serve", "--cache-memory", "1KiB", "--listen", "127.0.0.1:0"],
+            "max_cache_bytes",
+        ),
+        (&["serve", "--tool-call-format", "xml"], "`qwen_xml`"),
+        (
+            &["chat", "--temperature", "5000", "--no-tools"],
+            "temperature",
+        ),
+        (
+            &["chat", "--thinking-budget", "5", "--no-tools"],
+            "`<think>`",
+        ),
+    ] {
+        let output = wardian(arguments).output().expect("the binary starts");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
+        assert!(message.contains(part), "`{part}` is not in: {message}");
+    }
+}
+
+fn chat(arguments: &[&str], input: &str) -> Output {
+    let mut child = wardian(&[&["chat"], arguments].concat())
+        .spawn()
+        .expect("the binary starts");
+    let mut stdin = child.stdin.take().expect("it is piped");
+    // It may end before it has read everything.
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    let output = child.wait_with_output().expect("it ends");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{message}");
+    output
+}
+
+#[test]
+fn a_conversation_is_piped_reset_and_ended() {
+    let options = [
+        "--no-tools",
+        "--max-tokens",
+        "12",
+        "--seed",
+        "3",
+        "--temperature",
+        "1",
+    ];
+    let text = |input: &str| String::from_utf8(chat(&options, input).stdout).expect("UTF-8");
+    let once = text("hi\n");
+    assert!(!once.trim().is_empty());
+    // After a reset the same message has the same answer; without one it has another history.
+    assert_eq!(text("hi\n/reset\nhi\n"), once.repeat(2));
+    assert_ne!(text("hi\nhi\n"), once.repeat(2));
+    assert_eq!(text("hi\n/exit\nhi\n"), once);
+
+    let output = chat(&options, "/help\n");
+    assert!(output.stdout.is_empty());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/reset"));
+    let long = "x ".repeat(400);
+    let output = chat(&options, &format!("{long}\nhi\n"));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout).lines().count(),
+        once.lines().count()
+    );
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        message.contains("prompt too long") && message.contains("256"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_chat_runs_the_models_python_in_the_sandbox() {
+    let options = ["--temperature", "0", "--max-tool-calls", "1"];
+    let output = chat(&options, &format!("{TASK}\n"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let notes = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("<tool_call>"), "{text}");
+    assert!(notes.contains("often enough"), "{notes}");
+    // Its own tool is run; the one that it learned to submit with is not here, and it is told so.
+    let ran = text.contains("\"run_python\"");
+    assert!(ran || notes.contains("there is no tool"), "{text}\n{notes}");
+}
