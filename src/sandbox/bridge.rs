@@ -155,6 +155,10 @@ pub(super) fn converse(
         usage.fuel = usage.fuel.saturating_add(stage.caller_used);
         outcome.rounds = stage.rounds;
         outcome.caller = Some((answer?, usage));
+        // The callee's instance goes back last, so that it is the next callee's: each of the two keeps
+        // the pages that its kind of guest writes.
+        drop(caller);
+        drop(stage.instance);
     }
     Ok(outcome)
 }
@@ -292,12 +296,9 @@ impl Stage {
         // What loading took is there from the start.
         limits.memory.0 = limits.memory.0.max(prepared_size);
         match &self.prepared {
-            Some(state) => {
-                lease.renew(&limits)?;
-                lease.load(state)?;
-            }
+            Some(state) => lease.go_back(state, &limits)?,
             None => {
-                self.prepared = Some(lease.save()?);
+                self.prepared = Some(lease.mark()?);
                 lease.go_on(&limits)?;
             }
         }

@@ -173,12 +173,7 @@ impl Instance {
             return Ok(());
         }
         *self.store.data_mut() = prepared.host(&self.limits);
-        // A trap or an exit leaves it where it was.
-        let at_rest = Val::I32(self.exports.stack_at_rest);
-        self.exports
-            .stack_pointer
-            .set(&mut self.store, at_rest)
-            .map_err(SandboxError::engine("resetting the guest's stack"))
+        self.stack_to_rest()
     }
 
     /// Prepares the guest at rest for being copied: much that copies would have alike, they share.
@@ -264,6 +259,68 @@ impl Instance {
         *carried = state.carried.clone();
         carried.files = files;
         Ok(())
+    }
+
+    /// Saves the guest's state at rest for [`Self::rewind`]. Unlike [`Self::save`] it does not look
+    /// which of the pages that the guest has for itself differ from the image.
+    pub(super) fn mark(&mut self) -> Result<GuestState, SandboxError> {
+        if !self.slot.rewinds() {
+            return self.save();
+        }
+        let memory_bytes = self.exports.memory.data_size(&self.store);
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here.
+        #[expect(unsafe_code, reason = "reads the memory of a guest at rest")]
+        let (pages, content) =
+            unsafe { self.slot.mark(memory_bytes) }.map_err(|source| SandboxError::Memory {
+                activity: "saving a guest's memory",
+                source,
+            })?;
+        Ok(GuestState {
+            memory_bytes,
+            pages,
+            content,
+            carried: self.store.data().carried.clone(),
+        })
+    }
+
+    /// Makes the instance what it was when it was marked, and begins its use with other limits: fuel
+    /// and deadline run from now on. Returns whether that could be done: not if its memory has grown
+    /// since, or if every guest is to be made fresh.
+    pub(super) fn rewind(
+        &mut self,
+        prepared: &Prepared,
+        state: &GuestState,
+        limits: &Limits,
+    ) -> Result<bool, SandboxError> {
+        let size = self.exports.memory.data_size(&self.store);
+        if size != state.memory_bytes || !self.slot.rewinds() || !prepared.rewinds() {
+            return Ok(false);
+        }
+        // SAFETY: the slot lies under `self.store`, which cannot run while it is borrowed here, and
+        // the memory never shrinks, so it had this size all the while.
+        #[expect(unsafe_code, reason = "writes the memory of a guest at rest")]
+        unsafe { self.slot.rewind(size, &state.pages, &state.content) }.map_err(|source| {
+            SandboxError::Memory {
+                activity: "restoring a guest's memory",
+                source,
+            }
+        })?;
+        self.ended = None;
+        *self.store.data_mut() = Host::new(limits);
+        self.store.data_mut().carried = state.carried.clone();
+        self.stack_to_rest()?;
+        self.limits = limits.clone();
+        self.refuel()?;
+        Ok(true)
+    }
+
+    /// Sets the stack pointer to where it is at rest: a trap or an exit leaves it where it was.
+    fn stack_to_rest(&mut self) -> Result<(), SandboxError> {
+        let at_rest = Val::I32(self.exports.stack_at_rest);
+        self.exports
+            .stack_pointer
+            .set(&mut self.store, at_rest)
+            .map_err(SandboxError::engine("resetting the guest's stack"))
     }
 
     fn grow_to(&mut self, size: usize) -> Result<(), SandboxError> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::cancel::Cancel;
 use super::error::SandboxError;
-use super::instance::Instance;
+use super::instance::{GuestState, Instance};
 use super::limits::Limits;
 use super::runtime::WasmRuntime;
 
@@ -169,6 +169,20 @@ impl Lease {
         let runtime = self.runtime.clone();
         self.restore(runtime.prepared())?;
         self.begin(runtime.prepared(), limits)
+    }
+
+    /// Makes the guest what it was when it was marked as `state`, under other limits.
+    pub(super) fn go_back(
+        &mut self,
+        state: &GuestState,
+        limits: &Limits,
+    ) -> Result<(), SandboxError> {
+        let runtime = self.runtime.clone();
+        if self.rewind(runtime.prepared(), state, limits)? {
+            return Ok(());
+        }
+        self.renew(limits)?;
+        self.load(state)
     }
 
     /// Returns the most instances that there may be.

@@ -263,6 +263,12 @@ impl Prepared {
         self.restore == Restore::Reinstantiate || self.interface == Interface::Science
     }
 
+    /// Returns whether a guest may be taken back to an earlier state of its own without being made
+    /// fresh in between: where nothing more cautious is asked for.
+    pub(super) fn rewinds(&self) -> bool {
+        !self.reinstantiates() && self.audit_every.is_none()
+    }
+
     /// Counts a restore, and returns whether it is to be audited.
     pub(super) fn is_audited(&self) -> bool {
         self.audit_every.is_some_and(|every| {

@@ -175,10 +175,12 @@ pub(in crate::sandbox) struct Slot {
     kept_runs: Vec<Range<usize>>,
     /// Since when only kept pages are private if there was no page fault.
     no_fault_since: Option<Since>,
+    /// Since when `private` are the private pages if there was no page fault.
+    known_since: Option<Since>,
     restores: u64,
     /// Restores for which the page tables were searched.
     searches: u64,
-    /// Scratch: the runs of private pages.
+    /// The runs of private pages when they were last looked for.
     private: Vec<Range<usize>>,
 }
 
@@ -208,6 +210,7 @@ impl Slot {
             returns: vec![0; image.len() / PAGE],
             kept_runs: Vec::new(),
             no_fault_since: None,
+            known_since: None,
             restores: 0,
             searches: 0,
             private: Vec::new(),
@@ -235,6 +238,9 @@ impl Slot {
         {
             self.no_fault_since = None;
         }
+        if (self.known_since).is_some_and(|since| !since.is_on_this_thread()) {
+            self.known_since = None;
+        }
     }
 
     /// Makes the memory what the image is. Memory of a guest that grew it to `size` bytes is
@@ -255,6 +261,7 @@ impl Slot {
         };
         pagemap.check_process()?;
         self.restores += 1;
+        let known_since = self.known_since.take();
         let looks = self.restores.is_multiple_of(LOOK_EVERY);
         let is_without_faults = pagemap.counts_faults()
             && self
@@ -269,11 +276,19 @@ impl Slot {
             return Ok(());
         }
         let mut private = std::mem::take(&mut self.private);
-        private.clear();
         if is_without_faults {
+            private.clear();
             private.append(&mut self.kept_runs);
+        } else if known_since.is_some_and(|since| since.is_without_faults()) {
+            // Beyond the image there is nothing any more.
+            let image = memory.len() / PAGE;
+            private.retain(|run| run.start < image);
+            if let Some(last) = private.last_mut() {
+                last.end = last.end.min(image);
+            }
         } else {
             self.searches += 1;
+            private.clear();
             pagemap.private_pages(mapping.addresses(memory.len()), &mut private)?;
             for run in &mut private {
                 *run = mapping.pages(run);
@@ -466,6 +481,100 @@ impl Slot {
             }
         }
         Ok(())
+    }
+
+    /// Returns whether a guest can be taken back to what it was without being made fresh in between:
+    /// where the kernel tells which pages it wrote.
+    pub(in crate::sandbox) fn rewinds(&self) -> bool {
+        self.pagemap.is_some()
+    }
+
+    /// Returns the pages of a guest of `size` bytes that may differ from what they started from, with
+    /// their content, to take it back to with [`Self::rewind`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::restore`]; the guest's memory must have that size.
+    #[expect(unsafe_code, reason = "reads memory that a guest may be using")]
+    pub(in crate::sandbox) unsafe fn mark(
+        &mut self,
+        size: usize,
+    ) -> io::Result<(Vec<usize>, Vec<u8>)> {
+        self.find_private(size)?;
+        // SAFETY: as promised by the caller.
+        let memory = unsafe { self.mapping.contents(size) };
+        let pages: Vec<usize> = self.private.iter().cloned().flatten().collect();
+        let mut content = Vec::with_capacity(pages.len() * PAGE);
+        for run in &self.private {
+            content.extend_from_slice(&memory[bytes(run.clone())]);
+        }
+        self.private_are_known();
+        Ok((pages, content))
+    }
+
+    /// Makes a guest of `size` bytes what it was when it was marked.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::restore`]; the guest's memory must have that size, and must have had it when it
+    /// was marked.
+    #[expect(unsafe_code, reason = "writes memory that a guest may be using")]
+    pub(in crate::sandbox) unsafe fn rewind(
+        &mut self,
+        size: usize,
+        pages: &[usize],
+        content: &[u8],
+    ) -> io::Result<()> {
+        self.find_private(size)?;
+        // SAFETY: as promised by the caller.
+        let memory = unsafe { self.mapping.contents(size) };
+        let image = &self.mapping.image;
+        let mut marked = pages
+            .iter()
+            .copied()
+            .zip(content.chunks_exact(PAGE))
+            .peekable();
+        for page in self.private.iter().cloned().flatten() {
+            // A page that was private is so still, hence none is passed over.
+            let was_private = marked.next_if(|(marked, _)| *marked == page);
+            let behind = page.checked_sub(image.len() / PAGE);
+            let original = match (was_private, behind) {
+                (Some((_, content)), _) => content,
+                (None, None) => image.page(page),
+                (None, Some(behind)) => match &self.grown {
+                    Some(grown) if behind < grown.len() / PAGE => grown.page(behind),
+                    _ => &[0; PAGE],
+                },
+            };
+            memory[bytes(page..page + 1)].copy_from_slice(original);
+        }
+        if marked.peek().is_some() {
+            return Err(io::Error::other("a page that the guest wrote is gone"));
+        }
+        self.private_are_known();
+        Ok(())
+    }
+
+    /// Looks for the private pages of a guest of `size` bytes, unless they are known.
+    fn find_private(&mut self, size: usize) -> io::Result<()> {
+        let is_quiet = |since: Option<Since>| since.is_some_and(|since| since.is_without_faults());
+        if is_quiet(self.known_since.take()) {
+            return Ok(());
+        }
+        let counts = (self.pagemap.as_ref()).is_some_and(|pagemap| pagemap.counts_faults());
+        if counts && is_quiet(self.no_fault_since) {
+            self.private.clone_from(&self.kept_runs);
+        } else {
+            self.searches += 1;
+            self.private = self.private_runs(0..size)?;
+        }
+        Ok(())
+    }
+
+    fn private_are_known(&mut self) {
+        let counts = (self.pagemap.as_ref()).is_some_and(|pagemap| pagemap.counts_faults());
+        faults::recount();
+        self.known_since = Since::last_count().filter(|_| counts);
     }
 
     /// Sets the content of pages of a guest of `size` bytes.

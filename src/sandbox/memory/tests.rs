@@ -63,6 +63,20 @@ impl Guest {
         unsafe { self.slot.is_restored() }.unwrap()
     }
 
+    #[expect(unsafe_code, reason = "the store is at rest")]
+    fn mark(&mut self) -> (Vec<usize>, Vec<u8>) {
+        let size = self.memory.data_size(&self.store);
+        // SAFETY: the store is at rest and borrowed.
+        unsafe { self.slot.mark(size) }.unwrap()
+    }
+
+    #[expect(unsafe_code, reason = "the store is at rest")]
+    fn rewind(&mut self, (pages, content): &(Vec<usize>, Vec<u8>)) {
+        let size = self.memory.data_size(&self.store);
+        // SAFETY: the store is at rest and borrowed; no test grows it after marking it.
+        unsafe { self.slot.rewind(size, pages, content) }.unwrap();
+    }
+
     /// Grows the memory by `pages` Wasm pages.
     fn grow(&mut self, pages: u64) {
         self.memory.grow(&mut self.store, pages).unwrap();
@@ -127,6 +141,64 @@ fn what_was_written_is_restored() {
             assert!(guest.is_restored(), "round {round}");
         }
     }
+}
+
+#[test]
+fn a_guest_goes_back_to_where_it_was_marked() {
+    for pagemap in pagemaps() {
+        let Some(pagemap) = pagemap else { continue };
+        for grown in [0, 2] {
+            let mut guest = Guest::new(Some(&pagemap));
+            for round in 0..50 {
+                guest.slot.begin();
+                guest.grow(if round == 0 { grown } else { 0 });
+                guest.write(3, 1);
+                guest.write(round % 40, 2);
+                let last = guest.data().len() / PAGE - 1;
+                guest.write(last, 3);
+                let before = guest.data().to_vec();
+                let mark = guest.mark();
+                for again in 0..3 {
+                    guest.write(3, 0xff);
+                    // Pages that were not written before, and none at all.
+                    if again < 2 {
+                        guest.write((round + again) % 50, 0xee);
+                        guest.write(last - again, 0xdd);
+                    }
+                    guest.rewind(&mark);
+                    assert!(guest.data() == before, "round {round}, {again}");
+                }
+                if grown == 0 {
+                    guest.restore();
+                    assert!(guest.is_restored(), "round {round}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn going_back_without_a_fault_searches_nothing() {
+    let Some(mut guest) = guest_with_a_kept_page() else {
+        return;
+    };
+    guest.slot.begin();
+    let searches = guest.slot.searches();
+    guest.write(3, 4);
+    let mark = guest.mark();
+    for _ in 0..3 {
+        guest.write(3, 5);
+        guest.rewind(&mark);
+        assert_eq!(guest.data()[3 * PAGE + 7], 4);
+    }
+    assert_eq!(guest.slot.searches(), searches);
+    // A page that is written for the first time is found.
+    guest.write(9, 5);
+    guest.rewind(&mark);
+    assert_eq!(guest.data()[9 * PAGE + 7], 9);
+    assert_eq!(guest.slot.searches(), searches + 1);
+    guest.restore();
+    assert!(guest.is_restored());
 }
 
 /// A guest whose page 3 is kept, on a thread whose faults have been counted.
