@@ -9,8 +9,7 @@ use candle_core::{D, DType, Tensor};
 
 use super::TrainerError;
 use crate::engine::model::ops::{
-    self, Matrix, Real, RowStatistics, Values, WeightValues, Write, log_softmax_gradient,
-    row_statistics,
+    self, Matrix, Real, RowStatistics, Values, Write, log_softmax_gradient, row_statistics,
 };
 use crate::engine::model::{Decoder, GradientReal, Gradients};
 
@@ -209,7 +208,11 @@ impl Pass<'_> {
         let config = self.decoder.config();
         let (vocab, width) = (config.vocab_size, config.hidden_size);
         let head = self.decoder.head();
-        let weight = WeightValues::<T>::of(head.tensor())?;
+        let weight = head.panels::<T>()?;
+        let weight_rows = match self.gradients {
+            Some(_) => Some(head.rows::<T>()?),
+            None => None,
+        };
         let shape = hidden.shape().clone();
         let hidden = hidden.contiguous()?;
         let hidden = Values::<T>::of(&hidden)?;
@@ -233,17 +236,12 @@ impl Pass<'_> {
                 chosen.extend_from_slice(&hidden[position * width..(position + 1) * width]);
             }
             let logits = &mut logits[..rows * vocab];
-            ops::linear(
-                T::ONE,
-                &chosen,
-                rows,
-                weight.matrix(),
-                Write::Replace,
-                logits,
-            );
+            ops::linear(T::ONE, &chosen, rows, &weight, Write::Replace, logits);
             let statistics = row_statistics(logits, tokens, inverse);
             scores.extend(&statistics);
-            let (Some(gradients), Some(dhidden)) = (&mut self.gradients, &mut dhidden) else {
+            let (Some(gradients), Some(dhidden), Some(weight)) =
+                (&mut self.gradients, &mut dhidden, &weight_rows)
+            else {
                 continue;
             };
             let coefficients: Vec<T> = (statistics.iter().enumerate())
@@ -263,7 +261,7 @@ impl Pass<'_> {
             ops::matmul(
                 T::ONE,
                 dlogits,
-                weight.matrix(),
+                Matrix::new(weight, vocab, width),
                 Write::Replace,
                 &mut chosen,
                 width,

@@ -43,6 +43,7 @@ fn decoder_of(config: ModelConfig, dtype: DType, trainable: &Trainable) -> Decod
             var.set(&values.to_dtype(var.dtype()).unwrap()).unwrap();
         }
     }
+    decoder.mark_updated();
     decoder
 }
 
@@ -161,6 +162,7 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
             let at = |by: f64| {
                 var.set(&(&original + (&direction * by).unwrap()).unwrap())
                     .unwrap();
+                decoder.mark_updated();
                 loss(&decoder, &sequences, temperature)
             };
             let slope = (at(step) - at(-step)) / (2.0 * step);
@@ -170,6 +172,7 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
             );
         }
         var.set(&original).unwrap();
+        decoder.mark_updated();
     }
 }
 

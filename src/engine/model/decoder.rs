@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor, Var};
@@ -99,7 +100,8 @@ pub struct Decoder {
     variables: Vec<(String, Var)>,
     /// Present if the passes run on our own kernels.
     rope: Option<FusedRope>,
-    version: AtomicU64,
+    /// Shared with the variables' panels, which are made anew when it grows.
+    version: Arc<AtomicU64>,
     /// Adapters beside the weights.
     served: AdapterRegistry,
 }
@@ -210,6 +212,7 @@ impl Decoder {
         } else {
             Some(builder.take_matrix("lm_head.weight".to_owned(), vocab, hidden)?)
         };
+        let version = builder.version();
         let variables = builder.finish()?;
         let rope = is_fused.then(|| FusedRope::new(dtype, &config));
         Ok(Self {
@@ -223,7 +226,7 @@ impl Decoder {
             head,
             variables,
             rope,
-            version: AtomicU64::new(0),
+            version,
             served: AdapterRegistry::default(),
         })
     }
@@ -263,7 +266,8 @@ impl Decoder {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Says that the variables were changed: an optimizer calls it after writing to them.
+    /// Says that the variables were changed: whoever writes to them calls it before the next pass, which
+    /// may otherwise read what it kept of the old ones.
     pub fn mark_updated(&self) {
         self.version.fetch_add(1, Ordering::AcqRel);
     }
@@ -343,7 +347,12 @@ impl Decoder {
                     });
                 }
                 let tensor = tensor.to_device(&self.device)?.to_dtype(wide)?;
-                parts.push(Parameter::frozen(name, &tensor.contiguous()?));
+                let part = Parameter::frozen(name, &tensor.contiguous()?);
+                parts.push(if self.is_fused() {
+                    part.packed()?
+                } else {
+                    part
+                });
             }
             let (Some(b), Some(a)) = (parts.pop(), parts.pop()) else {
                 unreachable!("two were pushed")
@@ -654,14 +663,21 @@ impl Decoder {
 
     /// Returns every weight by its Hugging Face name, sorted by name; adapters are left out.
     ///
-    /// The tensors share the model's storage: copy them to keep them.
+    /// Variables share the model's storage: copy them to keep them.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the tensor library cannot make a tensor of the weights that it had before.
     pub fn weights(&self) -> Vec<(String, Tensor)> {
         let mut weights: Vec<(String, Tensor)> = [&self.embedding, &self.norm]
             .into_iter()
             .chain(&self.head)
             .chain(self.layers.iter().flat_map(Layer::parameters))
             .filter(|parameter| !parameter.name().contains(".lora_"))
-            .map(|parameter| (parameter.name().to_owned(), parameter.tensor().detach()))
+            .map(|parameter| {
+                let tensor = parameter.to_tensor().expect("it was a tensor before");
+                (parameter.name().to_owned(), tensor.detach())
+            })
             .collect();
         weights.sort_by(|a, b| a.0.cmp(&b.0));
         weights

@@ -1,8 +1,13 @@
 //! Weights with a name, and linear layers with an optional adapter.
 
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 use super::lora::LoraConfig;
+use super::ops::{Packed, Panels, Real, Values};
 use super::weights::{Weights, lora_a};
 use super::{ModelError, Trainable};
 
@@ -13,8 +18,63 @@ use super::{ModelError, Trainable};
 #[derive(Debug, Clone)]
 pub(crate) struct Parameter {
     name: String,
-    tensor: Tensor,
+    values: Stored,
     slot: Option<usize>,
+}
+
+/// Where a parameter's numbers are.
+#[derive(Debug, Clone)]
+enum Stored {
+    Tensor(Tensor),
+    /// A frozen matrix of the CPU's kernels: in panels and nowhere else.
+    Packed(Packed),
+    /// A matrix of the CPU's kernels that training changes: panels beside it, made anew after each
+    /// update.
+    Variable(Tensor, Arc<PanelCache>),
+}
+
+/// The panels of a variable, and the version of the weights that they were made of.
+#[derive(Debug)]
+struct PanelCache {
+    version: Arc<AtomicU64>,
+    packed: RwLock<Option<(u64, Packed)>>,
+}
+
+impl PanelCache {
+    fn packed(&self, tensor: &Tensor) -> candle_core::Result<Packed> {
+        let version = self.version.load(Ordering::Acquire);
+        let current = |packed: &Option<(u64, Packed)>| match packed {
+            Some((made_of, packed)) if *made_of == version => Some(packed.clone()),
+            _ => None,
+        };
+        if let Some(packed) = current(&self.packed.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(packed);
+        }
+        let mut cached = self.packed.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(packed) = current(&cached) {
+            return Ok(packed);
+        }
+        let packed = Packed::new(tensor)?;
+        *cached = Some((version, packed.clone()));
+        Ok(packed)
+    }
+}
+
+/// The rows of a matrix, one after the other.
+pub(crate) enum MatrixRows<'a, T> {
+    Tensor(Values<'a, T>),
+    Copy(Vec<T>),
+}
+
+impl<T: Real> Deref for MatrixRows<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Self::Tensor(values) => values,
+            Self::Copy(values) => values,
+        }
+    }
 }
 
 impl Parameter {
@@ -22,22 +82,83 @@ impl Parameter {
     pub(super) fn frozen(name: String, tensor: &Tensor) -> Self {
         Self {
             name,
-            tensor: tensor.detach(),
+            values: Stored::Tensor(tensor.detach()),
             slot: None,
         }
+    }
+
+    /// Packs a frozen matrix for the CPU's kernels.
+    pub(super) fn packed(mut self) -> candle_core::Result<Self> {
+        if let (Stored::Tensor(tensor), None) = (&self.values, self.slot) {
+            self.values = Stored::Packed(Packed::new(tensor)?);
+        }
+        Ok(self)
     }
 
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
+    /// Returns the tensor.
+    ///
+    /// # Panics
+    ///
+    /// Panics if it is a frozen matrix of the CPU's kernels: [`Parameter::to_tensor`] copies that.
     pub(crate) fn tensor(&self) -> &Tensor {
-        &self.tensor
+        match &self.values {
+            Stored::Tensor(tensor) | Stored::Variable(tensor, _) => tensor,
+            Stored::Packed(_) => panic!("`{}` is packed", self.name),
+        }
+    }
+
+    /// Returns the tensor, or a copy of it if it is packed.
+    pub(crate) fn to_tensor(&self) -> candle_core::Result<Tensor> {
+        match &self.values {
+            Stored::Tensor(tensor) | Stored::Variable(tensor, _) => Ok(tensor.clone()),
+            Stored::Packed(packed) => packed.to_tensor(),
+        }
     }
 
     /// Returns the index among the trainable variables, if this is one.
     pub(crate) fn slot(&self) -> Option<usize> {
         self.slot
+    }
+
+    /// Returns the matrix as the forward products read it.
+    pub(crate) fn panels<T: Real>(&self) -> candle_core::Result<Arc<Panels<T>>> {
+        match &self.values {
+            Stored::Packed(packed) => packed.panels(),
+            Stored::Variable(tensor, cache) => cache.packed(tensor)?.panels(),
+            Stored::Tensor(tensor) => Packed::new(tensor)?.panels(),
+        }
+    }
+
+    /// Returns the matrix as the backward products read it.
+    pub(crate) fn rows<T: Real>(&self) -> candle_core::Result<MatrixRows<'_, T>> {
+        match &self.values {
+            Stored::Packed(packed) => Ok(MatrixRows::Copy(packed.panels::<T>()?.unpack())),
+            Stored::Variable(tensor, _) | Stored::Tensor(tensor) => {
+                Ok(MatrixRows::Tensor(Values::of(tensor)?))
+            }
+        }
+    }
+
+    /// Copies rows of the matrix to `target`, one after the other.
+    pub(crate) fn copy_rows<T: Real>(
+        &self,
+        indices: &[u32],
+        target: &mut [T],
+    ) -> candle_core::Result<()> {
+        if let Stored::Packed(packed) = &self.values {
+            packed.panels::<T>()?.copy_rows(indices, target);
+            return Ok(());
+        }
+        let values = self.rows::<T>()?;
+        let width = target.len() / indices.len().max(1);
+        for (&index, target) in indices.iter().zip(target.chunks_exact_mut(width.max(1))) {
+            target.copy_from_slice(&values[index as usize * width..][..width]);
+        }
+        Ok(())
     }
 }
 
@@ -79,6 +200,7 @@ pub(super) struct ParameterBuilder<'a> {
     seed: u64,
     is_fused: bool,
     variables: Vec<(String, Var)>,
+    version: Arc<AtomicU64>,
 }
 
 impl<'a> ParameterBuilder<'a> {
@@ -98,6 +220,7 @@ impl<'a> ParameterBuilder<'a> {
             seed,
             is_fused,
             variables: Vec::new(),
+            version: Arc::default(),
         }
     }
 
@@ -137,12 +260,25 @@ impl<'a> ParameterBuilder<'a> {
         inputs: usize,
     ) -> Result<Parameter, ModelError> {
         let mut weight = self.take(name, (outputs, inputs))?;
-        if self.is_fused && weight.slot.is_none() {
-            // Contiguous along the outputs: small products then read it as it lies, where they would
-            // spend most of their time rearranging it. A variable must be contiguous along its rows.
-            weight.tensor = weight.tensor.t()?.contiguous()?.t()?;
+        if self.is_fused && weight.slot.is_some() {
+            weight.values = self.with_panels(weight.values);
+        } else if self.is_fused {
+            weight = weight.packed()?;
         }
         Ok(weight)
+    }
+
+    fn with_panels(&self, values: Stored) -> Stored {
+        match values {
+            Stored::Tensor(tensor) => {
+                let cache = PanelCache {
+                    version: Arc::clone(&self.version),
+                    packed: RwLock::default(),
+                };
+                Stored::Variable(tensor, Arc::new(cache))
+            }
+            values => values,
+        }
     }
 
     /// Takes the linear layer at `path`, with an adapter if the training asks for one.
@@ -188,9 +324,15 @@ impl<'a> ParameterBuilder<'a> {
         let stream = self.variables.len() as u64;
         let a = lora_a(config.rank, inputs, self.seed, stream, dtype, self.device)?;
         let b = Tensor::zeros((outputs, config.rank), dtype, self.device)?;
+        let mut a = self.variable(format!("{path}.lora_A.weight"), &a)?;
+        let mut b = self.variable(format!("{path}.lora_B.weight"), &b)?;
+        if self.is_fused {
+            a.values = self.with_panels(a.values);
+            b.values = self.with_panels(b.values);
+        }
         Ok(Lora {
-            a: self.variable(format!("{path}.lora_A.weight"), &a)?,
-            b: self.variable(format!("{path}.lora_B.weight"), &b)?,
+            a,
+            b,
             rank: config.rank,
             scale: config.scale(),
         })
@@ -200,11 +342,16 @@ impl<'a> ParameterBuilder<'a> {
         let var = Var::from_tensor(tensor)?;
         let parameter = Parameter {
             name: name.clone(),
-            tensor: var.as_tensor().clone(),
+            values: Stored::Tensor(var.as_tensor().clone()),
             slot: Some(self.variables.len()),
         };
         self.variables.push((name, var));
         Ok(parameter)
+    }
+
+    /// Returns the number that must grow whenever the variables are changed.
+    pub(super) fn version(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.version)
     }
 
     /// Returns the variables, if nothing but buffers is left of the checkpoint.

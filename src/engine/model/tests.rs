@@ -52,6 +52,7 @@ fn spread(decoder: &Decoder) {
             var.set(&values.to_dtype(var.dtype()).unwrap()).unwrap();
         }
     }
+    decoder.mark_updated();
 }
 
 pub(super) fn lora() -> Trainable {
@@ -492,7 +493,7 @@ fn an_update_is_visible_to_the_sampler_at_once() {
     let error = decoder
         .backward(tape, &dhidden, &mut decoder.zero_gradients())
         .unwrap_err();
-    let message = "the tape was recorded at weights version 0, the weights are at 1";
+    let message = "the tape was recorded at weights version 1, the weights are at 2";
     assert_eq!(error.to_string(), message);
 }
 

@@ -153,6 +153,18 @@ pub(super) struct RowAdapters {
 }
 
 impl RowAdapters {
+    /// Returns the adapters of some of the rows, counted from the first of them.
+    pub(super) fn part(&self, part: Range<usize>) -> Self {
+        let runs = self.runs.iter().filter_map(|(rows, adapter)| {
+            let (start, end) = (rows.start.max(part.start), rows.end.min(part.end));
+            (start < end).then(|| (start - part.start..end - part.start, adapter.clone()))
+        });
+        Self {
+            own: self.own,
+            runs: runs.collect(),
+        }
+    }
+
     /// Returns the updates of a linear layer's output, each with its rows, in order.
     pub(super) fn updates<'a>(
         &'a self,

@@ -2,13 +2,17 @@
 
 use super::super::decoder::Layer;
 use super::super::gradients::Gradients;
+use super::super::linear::Linear;
 use super::super::ops::{
     Attention, HeadShape, PackedKeyValues, Turn, Values, Write, attend, attend_backward, rms_norm,
-    rms_norm_backward, rope, swiglu, swiglu_backward,
+    rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
 };
 use super::super::{Adapters, ModelError};
 use super::{FusedReal, Pass, linear};
 use crate::engine::kv_cache::CachedRows;
+
+/// Rows of tokens that go through the feed-forward layer together if nothing of it is kept.
+const FEED_FORWARD_ROWS: usize = 480;
 
 /// What a layer's forward pass keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,42 +85,40 @@ pub(super) fn forward<T: FusedReal>(
     let attended = attend(&projected.queries, segments, shape, &source);
     let mut middle = input.clone();
     let output_low = add_attention_output(pass, layer, &attended, &mut middle)?;
-    let (output, feed_forward) = feed_forward(pass, layer, &middle)?;
-    let tape = match keep {
-        Keep::Nothing => None,
-        Keep::Input => Some(LayerTape {
+    if keep != Keep::All {
+        add_feed_forward(pass, layer, &mut middle)?;
+        let tape = (keep == Keep::Input).then_some(LayerTape {
             input,
             activations: None,
-        }),
-        Keep::All => {
-            let attention = AttentionActivations {
-                normed,
-                projected,
-                unnormed,
-                attended,
-                output_low,
-            };
-            let activations = Some(Activations {
-                attention,
-                middle,
-                feed_forward,
-            });
-            Some(LayerTape { input, activations })
-        }
+        });
+        return Ok((middle, tape));
+    }
+    let (output, feed_forward) = feed_forward(pass, layer, &middle)?;
+    let attention = AttentionActivations {
+        normed,
+        projected,
+        unnormed,
+        attended,
+        output_low,
     };
-    Ok((output, tape))
+    let activations = Some(Activations {
+        attention,
+        middle,
+        feed_forward,
+    });
+    Ok((output, Some(LayerTape { input, activations })))
 }
 
-/// Runs the layer on new tokens and appends their keys and values to `cached`.
+/// Runs the layer on new tokens `x` in place and appends their keys and values to `cached`.
 pub(super) fn forward_cached<T: FusedReal>(
     pass: &Pass<'_, T>,
     layer: &Layer,
     index: usize,
-    mut x: Vec<T>,
+    x: &mut [T],
     cached: &mut CachedRows<T>,
-) -> Result<Vec<T>, ModelError> {
+) -> Result<(), ModelError> {
     let segments = pass.batch.segments();
-    let normed = normalise(pass, &x, layer.input_norm.tensor())?;
+    let normed = normalise(pass, x, layer.input_norm.tensor())?;
     let (projected, _) = project(pass, layer, &normed, false)?;
     cached.write(index, segments, &projected.keys, &projected.values);
     let attended = attend(
@@ -125,8 +127,8 @@ pub(super) fn forward_cached<T: FusedReal>(
         pass.decoder.head_shape(),
         cached,
     );
-    add_attention_output(pass, layer, &attended, &mut x)?;
-    Ok(feed_forward(pass, layer, &x)?.0)
+    add_attention_output(pass, layer, &attended, x)?;
+    add_feed_forward(pass, layer, x)
 }
 
 fn normalise<T: FusedReal>(
@@ -154,14 +156,18 @@ fn project<T: FusedReal>(
         head_dim,
     } = pass.decoder.head_shape();
     let rows = pass.batch.len();
-    let run = |linear: &super::super::linear::Linear| {
-        let mut y = vec![T::ZERO; rows * linear.outputs];
-        let low = linear::forward(linear, normed, rows, &pass.adapters, Write::Replace, &mut y)?;
-        Ok::<_, ModelError>((y, low))
-    };
-    let (mut queries, query_low) = run(&layer.q_proj)?;
-    let (mut keys, key_low) = run(&layer.k_proj)?;
-    let (values, value_low) = run(&layer.v_proj)?;
+    let outputs = |linear: &Linear| vec![T::ZERO; rows * linear.outputs];
+    let mut queries = outputs(&layer.q_proj);
+    let mut keys = outputs(&layer.k_proj);
+    let mut values = outputs(&layer.v_proj);
+    let low = linear::forward(
+        [&layer.q_proj, &layer.k_proj, &layer.v_proj],
+        normed,
+        rows,
+        &pass.adapters,
+        Write::Replace,
+        [&mut queries, &mut keys, &mut values],
+    )?;
     let mut unnormed = None;
     if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
         let normed_queries = normalise(pass, &queries, q_norm.tensor())?;
@@ -189,7 +195,6 @@ fn project<T: FusedReal>(
         head_dim,
         Turn::Forward,
     );
-    let low = [query_low, key_low, value_low];
     Ok((
         Projected {
             queries,
@@ -208,18 +213,48 @@ fn add_attention_output<T: FusedReal>(
     attended: &Attention<T>,
     x: &mut [T],
 ) -> Result<Option<Vec<T>>, ModelError> {
-    let rows = pass.batch.len();
-    linear::forward(
-        &layer.o_proj,
+    let [low] = linear::forward(
+        [&layer.o_proj],
         &attended.output,
-        rows,
+        pass.batch.len(),
         &pass.adapters,
         Write::Add,
-        x,
-    )
+        [x],
+    )?;
+    Ok(low)
 }
 
-/// Returns the residual stream behind the feed-forward layer.
+/// Adds the feed-forward layer's output to the residual stream `x`, some rows at a time: what lies
+/// between stays in the cache.
+fn add_feed_forward<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    layer: &Layer,
+    x: &mut [T],
+) -> Result<(), ModelError> {
+    let (width, inner) = (layer.down_proj.outputs, layer.gate_proj.outputs);
+    let most = FEED_FORWARD_ROWS.min(x.len() / width);
+    let mut gate = vec![T::ZERO; most * inner];
+    let mut up = vec![T::ZERO; most * inner];
+    for (index, x) in x.chunks_mut(FEED_FORWARD_ROWS * width).enumerate() {
+        let (first, rows) = (index * FEED_FORWARD_ROWS, x.len() / width);
+        let adapters = pass.adapters.part(first..first + rows);
+        let normed = normalise(pass, x, layer.post_norm.tensor())?;
+        let (gate, up) = (&mut gate[..rows * inner], &mut up[..rows * inner]);
+        linear::forward(
+            [&layer.gate_proj, &layer.up_proj],
+            &normed,
+            rows,
+            &adapters,
+            Write::Replace,
+            [gate, up],
+        )?;
+        swiglu_in_place(gate, up);
+        linear::forward([&layer.down_proj], gate, rows, &adapters, Write::Add, [x])?;
+    }
+    Ok(())
+}
+
+/// Returns the residual stream behind the feed-forward layer, and what its backward pass reads.
 fn feed_forward<T: FusedReal>(
     pass: &Pass<'_, T>,
     layer: &Layer,
@@ -230,33 +265,25 @@ fn feed_forward<T: FusedReal>(
     let inner = layer.gate_proj.outputs;
     let normed = normalise(pass, middle, layer.post_norm.tensor())?;
     let mut gate = vec![T::ZERO; rows * inner];
-    let gate_low = linear::forward(
-        &layer.gate_proj,
-        &normed,
-        rows,
-        adapters,
-        Write::Replace,
-        &mut gate,
-    )?;
     let mut up = vec![T::ZERO; rows * inner];
-    let up_low = linear::forward(
-        &layer.up_proj,
+    let [gate_low, up_low] = linear::forward(
+        [&layer.gate_proj, &layer.up_proj],
         &normed,
         rows,
         adapters,
         Write::Replace,
-        &mut up,
+        [&mut gate, &mut up],
     )?;
     let mut product = vec![T::ZERO; rows * inner];
     swiglu(&gate, &up, &mut product);
     let mut output = middle.to_vec();
-    let down_low = linear::forward(
-        &layer.down_proj,
+    let [down_low] = linear::forward(
+        [&layer.down_proj],
         &product,
         rows,
         adapters,
         Write::Add,
-        &mut output,
+        [&mut output],
     )?;
     let low = [gate_low, up_low, down_low];
     Ok((

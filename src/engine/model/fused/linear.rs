@@ -5,51 +5,64 @@ use super::super::ModelError;
 use super::super::adapters::RowAdapters;
 use super::super::gradients::{GradientReal, Gradients};
 use super::super::linear::{Linear, Lora, Parameter};
-use super::super::ops::{self, Matrix, Real, Values, WeightValues, Write, matmul};
+use super::super::ops::{self, Matrix, Product, Real, Values, Write, matmul};
 
-/// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y`, and returns `x A^T` if the model has an
-/// adapter of its own.
-pub(super) fn forward<T: Real>(
-    linear: &Linear,
+/// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y` for each layer and its `y`, and returns each
+/// one's `x A^T` if the model has an adapter of its own there.
+pub(super) fn forward<T: Real, const N: usize>(
+    linears: [&Linear; N],
     x: &[T],
     rows: usize,
     adapters: &RowAdapters,
     write: Write,
-    y: &mut [T],
-) -> Result<Option<Vec<T>>, ModelError> {
-    let weight = WeightValues::<T>::of(linear.weight.tensor())?;
-    ops::linear(T::ONE, x, rows, weight.matrix(), write, y);
-    if let Some(bias) = &linear.bias {
-        let bias = Values::<T>::of(bias.tensor())?;
-        for y in y.chunks_exact_mut(linear.outputs) {
-            y.iter_mut().zip(bias.iter()).for_each(|(y, &b)| *y += b);
+    mut y: [&mut [T]; N],
+) -> Result<[Option<Vec<T>>; N], ModelError> {
+    let mut low = [const { None }; N];
+    let mut weights = Vec::with_capacity(N);
+    for (linear, low) in linears.iter().zip(&mut low) {
+        let mut a = None;
+        if let (Some(lora), Adapters::On) = (&linear.lora, adapters.own) {
+            *low = Some(vec![T::ZERO; rows * lora.rank]);
+            a = Some(lora.a.panels::<T>()?);
+        }
+        weights.push((linear.weight.panels::<T>()?, a));
+    }
+    let mut products = Vec::with_capacity(2 * N);
+    for (((weight, a), y), low) in weights.iter().zip(&mut y).zip(&mut low) {
+        products.push(Product { weight, write, y });
+        if let (Some(weight), Some(y)) = (a, low) {
+            let write = Write::Replace;
+            products.push(Product { weight, write, y });
         }
     }
-    for (rows, lora) in adapters.updates(linear) {
-        let x = &x[rows.start * linear.inputs..rows.end * linear.inputs];
-        let y = &mut y[rows.start * linear.outputs..rows.end * linear.outputs];
-        add_update(lora, x, rows.len(), y)?;
+    ops::linears(T::ONE, x, rows, products);
+    for ((linear, low), y) in linears.iter().zip(&low).zip(y) {
+        if let Some(bias) = &linear.bias {
+            let bias = Values::<T>::of(bias.tensor())?;
+            for y in y.chunks_exact_mut(linear.outputs) {
+                y.iter_mut().zip(bias.iter()).for_each(|(y, &b)| *y += b);
+            }
+        }
+        for (rows, lora) in adapters.updates(linear) {
+            let x = &x[rows.start * linear.inputs..rows.end * linear.inputs];
+            let y = &mut y[rows.start * linear.outputs..rows.end * linear.outputs];
+            let mut low = vec![T::ZERO; rows.len() * lora.rank];
+            let a = lora.a.panels::<T>()?;
+            ops::linear(T::ONE, x, rows.len(), &a, Write::Replace, &mut low);
+            add_update(lora, &low, rows.len(), y)?;
+        }
+        if let (Some(lora), Some(low)) = (&linear.lora, low) {
+            add_update(lora, low, rows, y)?;
+        }
     }
-    match &linear.lora {
-        Some(lora) if adapters.own == Adapters::On => Ok(Some(add_update(lora, x, rows, y)?)),
-        _ => Ok(None),
-    }
+    Ok(low)
 }
 
-/// Adds `scale * (x A^T) B^T` to `y`, and returns `x A^T`.
-fn add_update<T: Real>(
-    lora: &Lora,
-    x: &[T],
-    rows: usize,
-    y: &mut [T],
-) -> Result<Vec<T>, ModelError> {
-    let a = WeightValues::<T>::of(lora.a.tensor())?;
-    let b = WeightValues::<T>::of(lora.b.tensor())?;
-    let mut low = vec![T::ZERO; rows * lora.rank];
-    ops::linear(T::ONE, x, rows, a.matrix(), Write::Replace, &mut low);
-    let scale = T::from_f64(lora.scale);
-    ops::linear(scale, &low, rows, b.matrix(), Write::Add, y);
-    Ok(low)
+/// Adds `scale * low B^T` to `y`.
+fn add_update<T: Real>(lora: &Lora, low: &[T], rows: usize, y: &mut [T]) -> Result<(), ModelError> {
+    let b = lora.b.panels::<T>()?;
+    ops::linear(T::from_f64(lora.scale), low, rows, &b, Write::Add, y);
+    Ok(())
 }
 
 /// Adds the gradients of the layer's variables, and writes or adds that of `x` to `dx`.
@@ -85,15 +98,17 @@ pub(super) fn backward<T: GradientReal>(
             true,
         );
     }
-    let weight = WeightValues::<T>::of(linear.weight.tensor())?;
-    matmul(T::ONE, dy, weight.matrix(), write, dx, inputs, true);
+    let weight = linear.weight.rows::<T>()?;
+    let weight = Matrix::new(&weight, outputs, inputs);
+    matmul(T::ONE, dy, weight, write, dx, inputs, true);
     if let (Some(lora), Some(low)) = (&linear.lora, low) {
         let rank = lora.rank;
         let scale = T::from_f64(lora.scale);
-        let a = WeightValues::<T>::of(lora.a.tensor())?;
-        let b = WeightValues::<T>::of(lora.b.tensor())?;
+        let (a, b) = (lora.a.rows::<T>()?, lora.b.rows::<T>()?);
+        let a = Matrix::new(&a, rank, inputs);
+        let b = Matrix::new(&b, outputs, rank);
         let mut dlow = vec![T::ZERO; rows * rank];
-        matmul(scale, dy, b.matrix(), Write::Replace, &mut dlow, rank, true);
+        matmul(scale, dy, b, Write::Replace, &mut dlow, rank, true);
         if let Some(slot) = lora.b.slot() {
             let low = Matrix::new(low, rows, rank);
             matmul(
@@ -119,7 +134,7 @@ pub(super) fn backward<T: GradientReal>(
                 true,
             );
         }
-        matmul(T::ONE, dlow, a.matrix(), Write::Add, dx, inputs, true);
+        matmul(T::ONE, dlow, a, Write::Add, dx, inputs, true);
     }
     Ok(())
 }
@@ -165,7 +180,7 @@ mod tests {
         let mut y = vec![0.0; linear.outputs];
         let batch = PackedBatch::from_sequences([[0]]);
         let adapters = AdapterRegistry::default().rows(&batch, adapters).unwrap();
-        let low = forward(linear, x, 1, &adapters, Write::Replace, &mut y).unwrap();
+        let [low] = forward([linear], x, 1, &adapters, Write::Replace, [&mut y]).unwrap();
         (y, low)
     }
 

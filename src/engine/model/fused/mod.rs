@@ -16,7 +16,7 @@ use candle_core::DType;
 use super::adapters::RowAdapters;
 use super::decoder::Decoder;
 use super::gradients::{GradientReal, Gradients};
-use super::ops::{self, Real, RopeTable, Values, WeightValues, into_tensor};
+use super::ops::{self, Real, RopeTable, Values, into_tensor};
 use super::{Adapters, ModelConfig, ModelError, PackedBatch};
 use crate::engine::kv_cache::{CacheReal, KvCache, RowId};
 use layer::{Keep, LayerTape};
@@ -100,9 +100,9 @@ impl<'a, T: FusedReal> Pass<'a, T> {
 
     fn embed(&self) -> Result<Vec<T>, ModelError> {
         let width = self.decoder.config().hidden_size;
-        let table = WeightValues::<T>::of(self.decoder.embedding().tensor())?;
         let mut x = vec![T::ZERO; self.batch.len() * width];
-        table.copy_rows(self.batch.tokens(), &mut x);
+        let table = self.decoder.embedding();
+        table.copy_rows(self.batch.tokens(), &mut x)?;
         Ok(x)
     }
 
@@ -114,22 +114,38 @@ impl<'a, T: FusedReal> Pass<'a, T> {
     }
 }
 
+/// Runs a pass on one of rayon's threads, from where its many small loops are shared with the others
+/// in a microsecond; each would take the caller's thread to sleep and back otherwise.
+fn in_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+    rayon::scope(|_| pass())
+}
+
 /// Returns the hidden states `[n, hidden]` without keeping anything.
 pub(super) fn hidden<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     adapters: Adapters,
 ) -> Result<Vec<T>, ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, adapters)?;
-    let mut x = pass.embed()?;
-    for layer in decoder.layers() {
-        x = layer::forward(&pass, layer, x, Keep::Nothing)?.0;
-    }
-    pass.final_norm(&x)
+    in_pool(|| {
+        let pass = Pass::<T>::new(decoder, batch, adapters)?;
+        let mut x = pass.embed()?;
+        for layer in decoder.layers() {
+            x = layer::forward(&pass, layer, x, Keep::Nothing)?.0;
+        }
+        pass.final_norm(&x)
+    })
 }
 
 /// Returns the hidden states and the tape of their backward pass.
 pub(super) fn forward<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    recompute: bool,
+) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
+    in_pool(|| forward_in_pool(decoder, batch, recompute))
+}
+
+fn forward_in_pool<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     recompute: bool,
@@ -149,6 +165,16 @@ pub(super) fn forward<T: FusedReal>(
 
 /// Adds the gradients of all variables below the hidden states.
 pub(super) fn backward<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    tape: FusedTape<T>,
+    dhidden: &[T],
+    gradients: &mut Gradients,
+) -> Result<(), ModelError> {
+    in_pool(|| backward_in_pool(decoder, batch, tape, dhidden, gradients))
+}
+
+fn backward_in_pool<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     tape: FusedTape<T>,
@@ -188,6 +214,15 @@ pub(super) fn hidden_cached<T: FusedReal>(
     cache: &mut KvCache,
     rows: &[RowId],
 ) -> Result<Vec<T>, ModelError> {
+    in_pool(|| hidden_cached_in_pool(decoder, batch, cache, rows))
+}
+
+fn hidden_cached_in_pool<T: FusedReal>(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    cache: &mut KvCache,
+    rows: &[RowId],
+) -> Result<Vec<T>, ModelError> {
     let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
     let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     cache.with_blocks::<T, _>(rows, &added, |cached| {
@@ -207,7 +242,7 @@ pub(super) fn hidden_cached<T: FusedReal>(
         }
         let mut x = pass.embed()?;
         for (index, layer) in decoder.layers().iter().enumerate() {
-            x = layer::forward_cached(&pass, layer, index, x, cached)?;
+            layer::forward_cached(&pass, layer, index, &mut x, cached)?;
         }
         pass.final_norm(&x)
     })
@@ -220,16 +255,10 @@ pub(super) fn logits<T: Real>(
     rows: usize,
 ) -> Result<Vec<T>, ModelError> {
     let config = decoder.config();
-    let weight = WeightValues::<T>::of(decoder.head().tensor())?;
+    let weight = decoder.head().panels::<T>()?;
     let mut logits = vec![T::ZERO; rows * config.vocab_size];
-    ops::linear(
-        T::ONE,
-        hidden,
-        rows,
-        weight.matrix(),
-        ops::Write::Replace,
-        &mut logits,
-    );
+    let write = ops::Write::Replace;
+    ops::linear(T::ONE, hidden, rows, &weight, write, &mut logits);
     Ok(logits)
 }
 

@@ -1,4 +1,5 @@
-//! Matrix products, through the `gemm` crate.
+//! Matrix products of any strides, through the `gemm` crate: what backward passes need. Forward products
+//! are in [`panels`](super::panels).
 
 use gemm::Parallelism;
 
@@ -123,64 +124,9 @@ pub(crate) fn matmul<T: Real>(
     }
 }
 
-/// Computes `y = alpha * x W^T` or `y += alpha * x W^T`, with `x` `[m, k]`, `weight` `[n, k]` and `y`
-/// `[m, n]`.
-///
-/// A row of `y` has the same bits whatever `m` is. The library switches to kernels with another
-/// order of summation for very small products, so those are padded with zero rows to a size where
-/// it does not.
-pub(crate) fn linear<T: Real>(
-    alpha: T,
-    x: &[T],
-    m: usize,
-    weight: Matrix<'_, T>,
-    write: Write,
-    y: &mut [T],
-) {
-    let (n, k) = (weight.rows, weight.columns);
-    // gemm 0.19 `gemm_basic_generic`: vector products for a single row, and horizontal kernels for
-    // m * n <= 256 if the weight's rows are contiguous.
-    let rows = if weight.column_stride == 1 {
-        (256 / n.max(1) + 1).max(2)
-    } else {
-        2
-    };
-    let w = weight.t();
-    if m >= rows {
-        matmul(alpha, Matrix::new(x, m, k), w, write, y, n, true);
-        return;
-    }
-    let mut padded = vec![T::ZERO; rows * k];
-    padded[..m * k].copy_from_slice(&x[..m * k]);
-    let mut result = vec![T::ZERO; rows * n];
-    if write == Write::Add {
-        result[..m * n].copy_from_slice(&y[..m * n]);
-    }
-    matmul(
-        alpha,
-        Matrix::new(&padded, rows, k),
-        w,
-        write,
-        &mut result,
-        n,
-        true,
-    );
-    y[..m * n].copy_from_slice(&result[..m * n]);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn fill(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-            })
-            .collect()
-    }
 
     #[test]
     fn a_product_matches_the_definition_for_every_transposition() {
@@ -217,43 +163,6 @@ mod tests {
                                 })
                                 .sum::<f64>();
                     assert!((c[i * n + j] - expected).abs() < 1e-12);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_row_does_not_depend_on_the_rows_beside_it() {
-        for (k, n) in [
-            (8, 4),
-            (16, 48),
-            (192, 64),
-            (192, 512),
-            (576, 192),
-            (1536, 576),
-        ] {
-            let m = 300;
-            let x = fill(m * k, 1);
-            let w = fill(n * k, 2);
-            let mut transposed = vec![0.0; n * k];
-            for i in 0..n {
-                for j in 0..k {
-                    transposed[j * n + i] = w[i * k + j];
-                }
-            }
-            let mut all = vec![0.0; m * n];
-            linear(1.0, &x, m, Matrix::new(&w, n, k), Write::Replace, &mut all);
-            for weight in [Matrix::new(&w, n, k), Matrix::new(&transposed, k, n).t()] {
-                for rows in [1, 2, 3, 5, 8, 17, 64, 65, 129] {
-                    let first = 7;
-                    let mut some = vec![0.0; rows * n];
-                    let x = &x[first * k..(first + rows) * k];
-                    linear(1.0, x, rows, weight, Write::Replace, &mut some);
-                    assert_eq!(
-                        some,
-                        all[first * n..(first + rows) * n],
-                        "k {k} n {n} rows {rows}"
-                    );
                 }
             }
         }

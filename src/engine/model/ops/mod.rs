@@ -10,6 +10,7 @@
 
 mod attention;
 mod matmul;
+mod panels;
 mod rms_norm;
 mod rope;
 mod softmax;
@@ -23,12 +24,14 @@ pub(crate) use attention::{
     Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, PackedKeyValues, attend, attend_backward,
     key_block_len, write_key_value,
 };
-pub(crate) use matmul::{Matrix, Write, linear, matmul};
+pub(crate) use matmul::{Matrix, Write, matmul};
+use panels::Vectorized;
+pub(crate) use panels::{Packed, Panels, Product, linear, linears};
 pub(crate) use rms_norm::{rms_norm, rms_norm_backward};
 pub(crate) use rope::{RopeRows, RopeTable, Turn, rope};
 pub use softmax::{RowStatistics, log_sum_exp};
 pub(crate) use softmax::{log_softmax_gradient, row_statistics};
-pub(crate) use swiglu::{swiglu, swiglu_backward};
+pub(crate) use swiglu::{swiglu, swiglu_backward, swiglu_in_place};
 
 /// Elements that one rayon task handles in the elementwise loops: large enough to hide the cost of
 /// a task, small enough to share a 256-token batch between two cores.
@@ -38,7 +41,7 @@ const TASK_ELEMENTS: usize = 16 * 1024;
 pub(crate) const LANES: usize = 16;
 
 /// A floating-point type that the loops are written for.
-pub trait Real: WithDType + std::ops::Neg<Output = Self> + std::iter::Sum {
+pub trait Real: WithDType + Vectorized + std::ops::Neg<Output = Self> + std::iter::Sum {
     /// Zero.
     const ZERO: Self;
     /// One.
@@ -269,76 +272,6 @@ impl<T: Real> Deref for Values<'_, T> {
                 &values[self.range.clone()]
             }
             _ => unreachable!("checked by `of`"),
-        }
-    }
-}
-
-/// A read lock on a weight matrix, whichever of its dimensions is contiguous.
-pub(crate) struct WeightValues<'a, T> {
-    values: Values<'a, T>,
-    rows: usize,
-    columns: usize,
-    is_transposed: bool,
-}
-
-impl<'a, T: Real> WeightValues<'a, T> {
-    /// Locks `tensor` for reading.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the tensor is no matrix, has gaps, is not on the CPU or not of type `T`.
-    pub(crate) fn of(tensor: &'a Tensor) -> candle_core::Result<Self> {
-        let (rows, columns) = tensor.dims2()?;
-        let (storage, layout) = tensor.storage_and_layout();
-        let is_transposed = !layout.is_contiguous();
-        if is_transposed && !layout.is_fortran_contiguous() {
-            candle_core::bail!("expected a matrix without gaps, found {layout:?}")
-        }
-        let start = layout.start_offset();
-        match &*storage {
-            Storage::Cpu(values) => {
-                values.as_slice::<T>()?;
-            }
-            _ => candle_core::bail!("expected a tensor on the CPU"),
-        }
-        let range = start..start + rows * columns;
-        let values = Values {
-            storage,
-            range,
-            kind: std::marker::PhantomData,
-        };
-        Ok(Self {
-            values,
-            rows,
-            columns,
-            is_transposed,
-        })
-    }
-
-    /// Returns the matrix, `[rows, columns]`.
-    pub(crate) fn matrix(&self) -> Matrix<'_, T> {
-        if self.is_transposed {
-            Matrix::new(&self.values, self.columns, self.rows).t()
-        } else {
-            Matrix::new(&self.values, self.rows, self.columns)
-        }
-    }
-
-    /// Copies rows of the matrix, one after the other.
-    pub(crate) fn copy_rows(&self, indices: &[u32], target: &mut [T]) {
-        let rows = indices.iter().zip(target.chunks_exact_mut(self.columns));
-        if !self.is_transposed {
-            for (&index, target) in rows {
-                let start = index as usize * self.columns;
-                target.copy_from_slice(&self.values[start..start + self.columns]);
-            }
-            return;
-        }
-        // A column at a time, so that its cache lines serve all tokens.
-        for (column, values) in self.values.chunks_exact(self.rows).enumerate() {
-            for (row, &index) in indices.iter().enumerate() {
-                target[row * self.columns + column] = values[index as usize];
-            }
         }
     }
 }

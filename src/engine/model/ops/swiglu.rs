@@ -21,6 +21,22 @@ pub(crate) fn swiglu<T: Real>(gate: &[T], up: &[T], y: &mut [T]) {
         });
 }
 
+/// Replaces `gate` by `silu(gate) * up`, in the same bits as [`swiglu`].
+pub(crate) fn swiglu_in_place<T: Real>(gate: &mut [T], up: &[T]) {
+    gate.par_chunks_mut(TASK_ELEMENTS)
+        .zip(up.par_chunks(TASK_ELEMENTS))
+        .for_each(|(gate, up)| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (gate, &up) in gate.iter_mut().zip(up) {
+                        *gate = *gate * sigmoid(*gate) * up;
+                    }
+                },
+            );
+        });
+}
+
 /// Replaces `gate` and `up` by their gradients, given the gradient `dy` of the output.
 ///
 /// `d up = dy * silu(gate)` and `d gate = dy * up * s * (1 + gate * (1 - s))` with `s` the sigmoid.
@@ -52,6 +68,17 @@ fn sigmoid<T: Real>(x: T) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn both_forms_give_the_same_bits() {
+        let gate: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) * 0.05).collect();
+        let up: Vec<f32> = (0..1000).map(|i| (i as f32).cos()).collect();
+        let mut y = vec![0.0; 1000];
+        swiglu(&gate, &up, &mut y);
+        let mut in_place = gate;
+        swiglu_in_place(&mut in_place, &up);
+        assert_eq!(in_place, y);
+    }
 
     #[test]
     fn the_gradient_matches_finite_differences() {

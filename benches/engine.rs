@@ -1,0 +1,234 @@
+//! Prefill and decoding of a SmolLM2 of 135 million weights on the CPU.
+//!
+//!     cargo bench --bench engine                  criterion's report
+//!     cargo bench --bench engine -- measure       answers requests; see scripts/compare/engine.py
+//!
+//! The weights are those of the GGUF file that `WARDIAN_SMOLLM2_GGUF` names; without it they are
+//! random, which costs the same time.
+#![allow(missing_docs, reason = "criterion's macros")]
+#![allow(clippy::print_stdout, reason = "what it is for")]
+
+use std::io::BufRead as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device};
+use criterion::{Criterion, Throughput};
+use serde_json::{Value, json};
+use wardian::engine::model::{
+    Decoder, ModelConfig, ModelType, RopeScaling, Trainable, random_weights,
+};
+use wardian::engine::{Engine, EngineConfig, LoadedModel, SamplingParams, SequenceSeed};
+
+const WEIGHTS: &str = "WARDIAN_SMOLLM2_GGUF";
+
+/// Tokens of each sequence before decoding is measured.
+const CONTEXT: usize = 128;
+
+/// Sequences and tokens of each.
+const PREFILL: [(usize, usize); 3] = [(1, 512), (8, 128), (8, 256)];
+
+const DECODE: [usize; 4] = [1, 8, 16, 32];
+
+fn smollm2() -> ModelConfig {
+    ModelConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 49_152,
+        hidden_size: 576,
+        intermediate_size: 1536,
+        num_hidden_layers: 30,
+        num_attention_heads: 9,
+        num_key_value_heads: 3,
+        head_dim: 64,
+        max_position_embeddings: 8192,
+        rms_norm_eps: 1e-5,
+        rope_theta: 100_000.0,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: true,
+        bos_token_id: None,
+        eos_token_id: vec![0],
+    }
+}
+
+/// Returns the model and where its weights are from.
+fn decoder() -> (Arc<Decoder>, String) {
+    let (config, weights, source) = match std::env::var(WEIGHTS) {
+        Ok(path) => {
+            let model = LoadedModel::open(&path, DType::F32, &Device::Cpu)
+                .unwrap_or_else(|error| panic!("{path}: {error}"));
+            (model.config, model.weights, path)
+        }
+        Err(_) => {
+            let config = smollm2();
+            let weights = random_weights(&config, 1, DType::F32, &Device::Cpu)
+                .expect("the configuration is valid");
+            (config, weights, format!("random; {WEIGHTS} is not set"))
+        }
+    };
+    let decoder = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 1)
+        .expect("the weights fit");
+    (Arc::new(decoder), source)
+}
+
+/// Returns the tokens of sequence `index`: the same numbers as in the comparison's other programs.
+fn prompt(index: usize, length: usize) -> Vec<u32> {
+    (0..length)
+        .map(|t| u32::try_from((index * 7919 + t * 104_729) % 49_152).unwrap_or(0))
+        .collect()
+}
+
+/// Returns an engine with `sequences` prompts that decodes greedily and never ends a turn.
+fn engine(decoder: &Arc<Decoder>, sequences: usize, length: usize) -> Engine {
+    let mut engine =
+        Engine::new(Arc::clone(decoder), EngineConfig::default()).expect("the limits are valid");
+    for index in 0..sequences {
+        let params = SamplingParams {
+            temperature: 0.0,
+            max_new_tokens: 4096,
+            ..SamplingParams::default()
+        };
+        engine
+            .add(prompt(index, length), params, SequenceSeed::default())
+            .expect("the prompt fits");
+    }
+    engine
+}
+
+/// Runs whole prompts up to their first token.
+fn prefill(decoder: &Arc<Decoder>, sequences: usize, length: usize) -> Duration {
+    let mut engine = engine(decoder, sequences, length);
+    let start = Instant::now();
+    while engine.stats().generated_tokens < sequences as u64 {
+        engine.step().expect("the weights are finite");
+    }
+    start.elapsed()
+}
+
+/// Runs `steps` decoding steps behind prompts.
+fn decode(engine: &mut Engine, steps: usize) -> Duration {
+    let start = Instant::now();
+    for _ in 0..steps {
+        engine.step().expect("the weights are finite");
+    }
+    start.elapsed()
+}
+
+/// Returns an engine whose prompts are computed.
+fn prefilled(decoder: &Arc<Decoder>, sequences: usize) -> Engine {
+    let mut engine = engine(decoder, sequences, CONTEXT);
+    // One more step than the prompts take, to warm up.
+    while engine.stats().generated_tokens < 2 * sequences as u64 {
+        engine.step().expect("the weights are finite");
+    }
+    engine
+}
+
+fn report(criterion: &mut Criterion) {
+    let (decoder, source) = decoder();
+    println!("weights: {source}");
+    let mut group = criterion.benchmark_group("prefill");
+    group.sample_size(10);
+    for (sequences, length) in PREFILL {
+        group.throughput(Throughput::Elements((sequences * length) as u64));
+        group.bench_function(format!("{sequences}x{length}"), |bencher| {
+            bencher.iter_custom(|count| {
+                (0..count)
+                    .map(|_| prefill(&decoder, sequences, length))
+                    .sum()
+            });
+        });
+    }
+    group.finish();
+    let mut group = criterion.benchmark_group("decode");
+    group.sample_size(10);
+    for sequences in DECODE {
+        group.throughput(Throughput::Elements(sequences as u64));
+        group.bench_function(format!("b{sequences}"), |bencher| {
+            bencher.iter_custom(|count| {
+                // Engines start anew, so that every measurement sees about the same context.
+                let mut left = usize::try_from(count).expect("criterion counts in thousands");
+                let mut total = Duration::ZERO;
+                while left > 0 {
+                    let steps = left.min(32);
+                    total += decode(&mut prefilled(&decoder, sequences), steps);
+                    left -= steps;
+                }
+                total
+            });
+        });
+    }
+    group.finish();
+}
+
+/// Returns the likeliest continuation of a prompt.
+fn greedy(decoder: &Arc<Decoder>, prompt: Vec<u32>, count: usize) -> Vec<u32> {
+    let mut engine =
+        Engine::new(Arc::clone(decoder), EngineConfig::default()).expect("the limits are valid");
+    let params = SamplingParams {
+        temperature: 0.0,
+        max_new_tokens: count,
+        ..SamplingParams::default()
+    };
+    engine
+        .add(prompt, params, SequenceSeed::default())
+        .expect("the prompt fits");
+    loop {
+        let finished = engine.step().expect("the weights are finite");
+        if let Some(finished) = finished.into_iter().next() {
+            return finished.tokens;
+        }
+    }
+}
+
+/// Answers requests, one JSON object a line: `{"what": "prefill", "sequences": 8, "length": 128}` and
+/// `{"what": "decode", "sequences": 8, "steps": 16}` with `{"seconds": ..}`,
+/// `{"what": "greedy", "prompt": [..], "count": 16}` with `{"tokens": [..]}`.
+fn measure() {
+    let (decoder, source) = decoder();
+    for line in std::io::stdin().lock().lines() {
+        let line = line.expect("requests are text");
+        let request: Value = serde_json::from_str(&line).expect("a request is JSON");
+        let number = |key: &str| {
+            let value = request[key].as_u64().unwrap_or(0);
+            usize::try_from(value).expect("requests are small")
+        };
+        let sequences = number("sequences");
+        let answer = match request["what"].as_str() {
+            Some("describe") => json!({
+                "version": env!("CARGO_PKG_VERSION"),
+                "weights": source,
+                "threads": std::thread::available_parallelism().map_or(1, usize::from),
+            }),
+            Some("prefill") => {
+                let time = prefill(&decoder, sequences, number("length"));
+                json!({ "seconds": time.as_secs_f64() })
+            }
+            Some("decode") => {
+                let mut engine = prefilled(&decoder, sequences);
+                let time = decode(&mut engine, number("steps"));
+                json!({ "seconds": time.as_secs_f64() })
+            }
+            Some("greedy") => {
+                let tokens = request["prompt"].as_array().into_iter().flatten();
+                let prompt = tokens
+                    .filter_map(Value::as_u64)
+                    .filter_map(|token| u32::try_from(token).ok())
+                    .collect();
+                json!({ "tokens": greedy(&decoder, prompt, number("count")) })
+            }
+            _ => json!({ "failed": format!("unknown request {line}") }),
+        };
+        println!("{answer}");
+    }
+}
+
+fn main() {
+    if std::env::args().any(|argument| argument == "measure") {
+        return measure();
+    }
+    let mut criterion = Criterion::default().configure_from_args();
+    report(&mut criterion);
+    criterion.final_summary();
+}

@@ -1,0 +1,140 @@
+//! Products with panels: right, and the same bits whatever stands beside a row.
+
+use super::*;
+
+fn fill(len: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+        })
+        .collect()
+}
+
+fn product(level: Level, x: &[f32], m: usize, weight: &Panels<f32>) -> Vec<f32> {
+    let mut y = vec![f32::NAN; m * weight.outputs];
+    let write = Write::Replace;
+    let product = Product {
+        weight,
+        write,
+        y: &mut y,
+    };
+    run(level, 1.0, x, m, vec![product]);
+    y
+}
+
+/// Odd and even, below and above a panel, a tile and a task.
+const SHAPES: [(usize, usize); 8] = [
+    (1, 1),
+    (5, 3),
+    (17, 31),
+    (8, 32),
+    (33, 33),
+    (64, 96),
+    (192, 100),
+    (1025, 70),
+];
+
+#[test]
+fn a_row_does_not_depend_on_the_rows_beside_it() {
+    for level in Level::available() {
+        for (k, n) in SHAPES {
+            let weight = Panels::pack(&fill(n * k, 2), n, k);
+            let x = fill(90 * k, 1);
+            let all = product(level, &x, 90, &weight);
+            for m in 1..=70 {
+                // A different neighbourhood for each number of rows.
+                let first = m % 20;
+                let some = product(level, &x[first * k..(first + m) * k], m, &weight);
+                assert_eq!(
+                    some,
+                    all[first * n..(first + m) * n],
+                    "{level:?} k {k} n {n} m {m}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn products_match_the_definition_on_every_level() {
+    for level in Level::available() {
+        for (k, n) in SHAPES {
+            let (w, x) = (fill(n * k, 2), fill(15 * k, 1));
+            let y = product(level, &x, 15, &Panels::pack(&w, n, k));
+            for (i, &y) in y.iter().enumerate() {
+                let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+                let terms = || x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
+                let size: f64 = terms().map(f64::abs).sum();
+                let error = (f64::from(y) - terms().sum::<f64>()).abs();
+                let bound = f64::from(f32::EPSILON) * size * (k as f64 + 1.0);
+                assert!(error <= bound, "{level:?} k {k} n {n} at {i}: {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_together_are_those_apart() {
+    let (m, k) = (7, 50);
+    let x: Vec<f64> = fill(m * k, 1).into_iter().map(f64::from).collect();
+    let pack = |n: usize, seed| {
+        let w: Vec<f64> = fill(n * k, seed).into_iter().map(f64::from).collect();
+        Panels::pack(&w, n, k)
+    };
+    let (a, b) = (pack(40, 2), pack(16, 3));
+    let (mut y_a, mut y_b) = (vec![0.0; m * 40], vec![1.0; m * 16]);
+    linear(2.0, &x, m, &a, Write::Replace, &mut y_a);
+    linear(2.0, &x, m, &b, Write::Add, &mut y_b);
+    let (mut z_a, mut z_b) = (vec![0.0; m * 40], vec![1.0; m * 16]);
+    let products = vec![
+        Product {
+            weight: &a,
+            write: Write::Replace,
+            y: &mut z_a,
+        },
+        Product {
+            weight: &b,
+            write: Write::Add,
+            y: &mut z_b,
+        },
+    ];
+    linears(2.0, &x, m, products);
+    assert_eq!(z_a, y_a);
+    assert_eq!(z_b, y_b);
+    let expected = 1.0 + 2.0 * (0..k).map(|i| x[i] * b.unpack()[i]).sum::<f64>();
+    assert!((y_b[0] - expected).abs() < 1e-12, "{} {expected}", y_b[0]);
+}
+
+#[test]
+fn packing_loses_nothing() {
+    for (k, n) in SHAPES {
+        let w = fill(n * k, 4);
+        let panels = Panels::pack(&w, n, k);
+        assert_eq!(panels.unpack(), w);
+        let indices = [n - 1, 0, n / 2].map(|i| u32::try_from(i).unwrap());
+        let mut rows = vec![0.0; indices.len() * k];
+        panels.copy_rows(&indices, &mut rows);
+        for (&index, row) in indices.iter().zip(rows.chunks_exact(k)) {
+            assert_eq!(row, &w[index as usize * k..][..k]);
+        }
+    }
+}
+
+#[test]
+fn a_target_hands_out_what_is_inside_only() {
+    let mut values = [0.0_f32; 6];
+    let target = Target::new(&mut values, 2, 3);
+    let outside = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        #[expect(unsafe_code, reason = "what is tested")]
+        // SAFETY: nothing else is borrowed from the target.
+        let part = unsafe { target.part(1, 2, 2) };
+        part.len()
+    }));
+    let message = *outside.unwrap_err().downcast::<&str>().unwrap();
+    assert!(
+        message.starts_with("assertion failed: row < self.rows"),
+        "{message}"
+    );
+}
