@@ -375,8 +375,8 @@ fn add_folders(linker: &mut Linker<Host>) -> Result<()> {
 /// Writes a folder's entries, the last one cut where the buffer ends: then there are more.
 fn read_folder(files: &Files, fd: u32, cookie: u64, buffer: &mut [u8]) -> Result<usize, Errno> {
     let mut used = 0;
-    for (next, (name, status)) in (cookie.saturating_add(1)..).zip(files.entries_after(fd, cookie)?)
-    {
+    for ((name, status), count) in files.entries_after(fd, cookie)?.zip(1..) {
+        let next: u64 = cookie.saturating_add(count);
         let mut entry = [0; ENTRY];
         entry[..8].copy_from_slice(&next.to_le_bytes());
         entry[8..16].copy_from_slice(&status.number.to_le_bytes());

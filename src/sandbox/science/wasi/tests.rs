@@ -181,6 +181,18 @@ proptest! {
 }
 
 #[test]
+fn a_folder_is_read_from_any_place() {
+    let mut guest = guest();
+    let read = FUNCTIONS
+        .iter()
+        .position(|(_, name, _)| *name == "fd_readdir")
+        .unwrap();
+    for cookie in [0, 1, u64::MAX - 1, u64::MAX] {
+        guest.call(read, &[3, 1000, 64, cookie, 1100]);
+    }
+}
+
+#[test]
 fn files_are_reached_by_their_paths() {
     let mut guest = guest();
     let open = FUNCTIONS
