@@ -203,8 +203,10 @@ fn check_section(
 
 /// Returns a configuration with a value for every key, also for those that have none by default.
 fn every_key() -> RunConfig {
-    let mut config = RunConfig::default();
-    config.preset = Some(Preset::Trl);
+    let mut config = RunConfig {
+        preset: Some(Preset::Trl),
+        ..RunConfig::default()
+    };
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
     config.task.split = Some(crate::task::Split::Train);

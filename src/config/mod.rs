@@ -533,7 +533,7 @@ pub enum AdvantageEstimator {
     Rloo,
     /// The mean of the others, divided by their standard deviation.
     LeaveOneOut,
-    /// The mean of its group, divided by it (MaxRL, arXiv:2602.02710); for rewards that are not
+    /// The mean of its group, divided by it (`MaxRL`, arXiv:2602.02710); for rewards that are not
     /// negative.
     MaxRl,
     /// The mean of its group, whitened over the step's tokens (arXiv:2501.03262).

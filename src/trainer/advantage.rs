@@ -21,7 +21,7 @@ pub enum Estimator {
     Rloo,
     /// `r - mean of the others`, by the standard deviation of the others (`NeMo`-RL's default).
     LeaveOneOut,
-    /// `(r - mean) / mean`, for rewards that are not negative; 0 where nothing was earned (MaxRL,
+    /// `(r - mean) / mean`, for rewards that are not negative; 0 where nothing was earned (`MaxRL`,
     /// arXiv:2602.02710).
     MaxRl,
     /// `r - mean`, whitened over the tokens of the step (REINFORCE++ with baseline, Hu et al. 2025,
@@ -152,7 +152,7 @@ pub fn group_advantages<K: Ord>(
             Estimator::ReinforcePlusPlusBaseline => difference,
         }
     };
-    let mut values = batch.map(&batch.rewards, |sample, reward| {
+    let mut values = map_rewards(&batch.rewards, |sample, reward| {
         let group = batch.group_of[sample];
         let others = match config.estimator {
             Estimator::Rloo | Estimator::LeaveOneOut => batch.others(sample, config.is_sample_std),
@@ -165,11 +165,13 @@ pub fn group_advantages<K: Ord>(
             .iter()
             .map(|member| member.trainable_tokens)
             .collect();
-        values = whitened(values, &tokens, config);
+        values = whitened(&values, &tokens, config);
         for (value, &group) in values.iter_mut().zip(&batch.group_of) {
-            *value = value
-                .filter(|_| !groups[group].is_flat)
-                .or(value.map(|_| 0.0));
+            if let Some(value) = value
+                && groups[group].is_flat
+            {
+                *value = 0.0;
+            }
         }
     }
     Ok(Advantages { values, groups })
@@ -189,7 +191,7 @@ pub fn decoupled_advantages<K: Ord>(
     config: AdvantageConfig,
 ) -> Result<Advantages, TrainerError> {
     let batch = Batch::new(members)?;
-    let mut sums = batch.map(&batch.rewards, |_, _| 0.0);
+    let mut sums = map_rewards(&batch.rewards, |_, _| 0.0);
     for (weight, rewards) in parts {
         let part: Vec<Option<f64>> = (batch.rewards.iter().zip(rewards))
             .map(|(reward, part)| reward.map(|_| *part))
@@ -206,7 +208,7 @@ pub fn decoupled_advantages<K: Ord>(
         }
     }
     Ok(Advantages {
-        values: whitened(sums, &vec![1; members.len()], config),
+        values: whitened(&sums, &vec![1; members.len()], config),
         groups: batch.statistics(&batch.rewards, config),
     })
 }
@@ -265,20 +267,17 @@ impl Batch {
         let GroupStatistics { mean, std, .. } = statistics(&rewards, is_sample_std);
         Others { mean, std }
     }
+}
 
-    fn map(&self, rewards: &[Option<f64>], value: impl Fn(usize, f64) -> f64) -> Vec<Option<f64>> {
-        let value = |(sample, reward): (usize, &Option<f64>)| Some(value(sample, (*reward)?));
-        rewards.iter().enumerate().map(value).collect()
-    }
+/// Returns what `value` makes of each reward and its place.
+fn map_rewards(rewards: &[Option<f64>], value: impl Fn(usize, f64) -> f64) -> Vec<Option<f64>> {
+    let value = |(sample, reward): (usize, &Option<f64>)| Some(value(sample, (*reward)?));
+    rewards.iter().enumerate().map(value).collect()
 }
 
 /// Takes the mean of all values off and divides by their standard deviation, each value counted
 /// `times` over.
-fn whitened(
-    values: Vec<Option<f64>>,
-    times: &[usize],
-    config: AdvantageConfig,
-) -> Vec<Option<f64>> {
+fn whitened(values: &[Option<f64>], times: &[usize], config: AdvantageConfig) -> Vec<Option<f64>> {
     let counted = || {
         let pairs = values.iter().zip(times);
         pairs.filter_map(|(value, &times)| Some(((*value)?, times as f64)))

@@ -337,9 +337,9 @@ fn gspo_compares_sequences() {
         };
         assert!(config.needs_sequences());
         let ratios = case.floats("expected", "seq_ratio");
-        for row in 0..4 {
+        for (row, ratio) in ratios.iter().enumerate() {
             let found = batch.terms(&config, row)[0].1.ratio;
-            assert!((found - ratios[row]).abs() < 1e-9);
+            assert!((found - ratio).abs() < 1e-9);
         }
         let first = batch.terms(&config, 0)[0].1.ratio;
         for mutant in ["seq_ratio_without_tool_mask", "seq_ratio_product"] {
@@ -455,9 +455,9 @@ fn the_sampler_is_corrected_for_by_token_or_sequence() {
     ] {
         let expected = case.rows("expected", key);
         let config = correct(level, out_of_bounds, min);
-        for row in 0..4 {
+        for (row, expected) in expected.iter().enumerate() {
             for (t, term) in batch.terms(&config, row) {
-                assert!((term.correction - expected[row][t]).abs() < 1e-9, "{key}");
+                assert!((term.correction - expected[t]).abs() < 1e-9, "{key}");
             }
         }
     }
@@ -481,9 +481,9 @@ fn the_sampler_is_corrected_for_by_token_or_sequence() {
     ] {
         let expected = case.floats("expected", key);
         let config = correct(level, out_of_bounds, None);
-        for row in 0..4 {
+        for (row, expected) in expected.iter().enumerate() {
             for (_, term) in batch.terms(&config, row) {
-                assert!((term.correction - expected[row]).abs() < 1e-9, "{key}");
+                assert!((term.correction - expected).abs() < 1e-9, "{key}");
             }
         }
         assert!((batch.terms(&config, 0)[0].1.correction - mutant[0]).abs() > 1e-3);
