@@ -298,7 +298,7 @@ impl Stage {
         match &self.prepared {
             Some(state) => lease.go_back(state, &limits)?,
             None => {
-                self.prepared = Some(lease.mark()?);
+                self.prepared = Some(lease.mark_here()?);
                 lease.go_on(&limits)?;
             }
         }
@@ -461,9 +461,11 @@ fn open(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> 
     stage.close(peer, note);
     let opened = stage.open();
     let used = budget::refuel(&mut caller, stage.caller_fuel);
-    stage.caller_used = stage.caller_used.saturating_add(used?);
+    stage.caller_used = (stage.caller_used).saturating_add(*used.as_ref().unwrap_or(&0));
     let host = caller.data_mut();
+    // Whoever opened the stage takes it back, whatever fails here.
     host.stage = Some(stage);
+    used?;
     host.peer = Peer::Resting(opened.map_err(wasmtime::Error::new)?);
     Ok(0)
 }

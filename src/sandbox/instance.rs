@@ -263,8 +263,8 @@ impl Instance {
 
     /// Saves the guest's state at rest for [`Self::rewind`]. Unlike [`Self::save`] it does not look
     /// which of the pages that the guest has for itself differ from the image.
-    pub(super) fn mark(&mut self) -> Result<GuestState, SandboxError> {
-        if !self.slot.rewinds() {
+    pub(super) fn mark(&mut self, prepared: &Prepared) -> Result<GuestState, SandboxError> {
+        if !self.slot.rewinds() || !prepared.rewinds() {
             return self.save();
         }
         let memory_bytes = self.exports.memory.data_size(&self.store);

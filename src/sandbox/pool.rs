@@ -171,6 +171,12 @@ impl Lease {
         self.begin(runtime.prepared(), limits)
     }
 
+    /// Saves the guest's state at rest for [`Self::go_back`].
+    pub(super) fn mark_here(&mut self) -> Result<GuestState, SandboxError> {
+        let runtime = self.runtime.clone();
+        self.mark(runtime.prepared())
+    }
+
     /// Makes the guest what it was when it was marked as `state`, under other limits.
     pub(super) fn go_back(
         &mut self,

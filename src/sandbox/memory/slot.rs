@@ -486,7 +486,8 @@ impl Slot {
     /// Returns whether a guest can be taken back to what it was without being made fresh in between:
     /// where the kernel tells which pages it wrote.
     pub(in crate::sandbox) fn rewinds(&self) -> bool {
-        self.pagemap.is_some()
+        // What is shared with copies of the guest is not private, and no mark has it.
+        self.pagemap.is_some() && self.grown.is_none()
     }
 
     /// Returns the pages of a guest of `size` bytes that may differ from what they started from, with
@@ -529,27 +530,31 @@ impl Slot {
         // SAFETY: as promised by the caller.
         let memory = unsafe { self.mapping.contents(size) };
         let image = &self.mapping.image;
-        let mut marked = pages
-            .iter()
-            .copied()
+        let mut marked = (pages.iter().copied())
             .zip(content.chunks_exact(PAGE))
             .peekable();
+        let mut write = |page: usize, content: &[u8]| {
+            memory[bytes(page..page + 1)].copy_from_slice(content);
+        };
+        // The kernel may take back a page of zeros that was private; it is written like any other.
+        let mut is_as_found = true;
         for page in self.private.iter().cloned().flatten() {
-            // A page that was private is so still, hence none is passed over.
-            let was_private = marked.next_if(|(marked, _)| *marked == page);
-            let behind = page.checked_sub(image.len() / PAGE);
-            let original = match (was_private, behind) {
-                (Some((_, content)), _) => content,
-                (None, None) => image.page(page),
-                (None, Some(behind)) => match &self.grown {
-                    Some(grown) if behind < grown.len() / PAGE => grown.page(behind),
-                    _ => &[0; PAGE],
-                },
-            };
-            memory[bytes(page..page + 1)].copy_from_slice(original);
+            while let Some((marked, content)) = marked.next_if(|(marked, _)| *marked < page) {
+                write(marked, content);
+                is_as_found = false;
+            }
+            match marked.next_if(|(marked, _)| *marked == page) {
+                Some((_, content)) => write(page, content),
+                None if page < image.len() / PAGE => write(page, image.page(page)),
+                None => write(page, &[0; PAGE]),
+            }
         }
-        if marked.peek().is_some() {
-            return Err(io::Error::other("a page that the guest wrote is gone"));
+        for (page, content) in marked {
+            write(page, content);
+            is_as_found = false;
+        }
+        if !is_as_found {
+            return Ok(());
         }
         self.private_are_known();
         Ok(())
@@ -558,11 +563,14 @@ impl Slot {
     /// Looks for the private pages of a guest of `size` bytes, unless they are known.
     fn find_private(&mut self, size: usize) -> io::Result<()> {
         let is_quiet = |since: Option<Since>| since.is_some_and(|since| since.is_without_faults());
-        if is_quiet(self.known_since.take()) {
+        // Beyond the image, the kernel may make a huge page of small ones, and so fill the gaps between
+        // them, without a fault.
+        let is_image = size == self.mapping.image.len();
+        if is_quiet(self.known_since.take()) && is_image {
             return Ok(());
         }
         let counts = (self.pagemap.as_ref()).is_some_and(|pagemap| pagemap.counts_faults());
-        if counts && is_quiet(self.no_fault_since) {
+        if counts && is_image && is_quiet(self.no_fault_since) {
             self.private.clone_from(&self.kept_runs);
         } else {
             self.searches += 1;
