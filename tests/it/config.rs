@@ -134,7 +134,7 @@ fn the_resolved_file_reads_back_as_the_same_run() {
 #[case::negative("rollout.group_size=-1", "`rollout.group_size` can not be `-1`")]
 #[case::unknown_name(
     "trainer.loss=ppo",
-    "`trainer.loss` can not be `\"ppo\"` in `--set trainer.loss=ppo`: unknown variant `ppo`, expected one of `grpo`, `dapo`, `dr_grpo`"
+    "`trainer.loss` can not be `\"ppo\"` in `--set trainer.loss=ppo`: unknown variant `ppo`, expected one of `grpo`, `dapo`, `bnpo`, `dr_grpo`, `gspo`"
 )]
 #[case::no_unit(
     "sandbox.deadline=2",
