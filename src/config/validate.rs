@@ -38,6 +38,16 @@ impl Issues {
             });
         }
     }
+
+    fn require_positive(&mut self, key: &str, value: f64) {
+        let holds = value > 0.0 && value.is_finite();
+        self.require(holds, key, value, "make it above 0");
+    }
+
+    fn require_not_negative(&mut self, key: &str, value: f64) {
+        let holds = value >= 0.0 && value.is_finite();
+        self.require(holds, key, value, "make it at least 0");
+    }
 }
 
 impl RunConfig {
@@ -267,23 +277,13 @@ impl RunConfig {
             ("trainer.max_grad_norm", trainer.max_grad_norm),
             ("trainer.lora_alpha", trainer.lora_alpha),
         ] {
-            issues.require(
-                value > 0.0 && value.is_finite(),
-                key,
-                value,
-                "make it above 0",
-            );
+            issues.require_positive(key, value);
         }
         for (key, value) in [
             ("trainer.weight_decay", trainer.weight_decay),
             ("trainer.beta", trainer.beta),
         ] {
-            issues.require(
-                value >= 0.0 && value.is_finite(),
-                key,
-                value,
-                "make it at least 0",
-            );
+            issues.require_not_negative(key, value);
         }
         issues.require(
             trainer.clip_low > 0.0 && trainer.clip_low < 1.0,
@@ -347,23 +347,13 @@ impl RunConfig {
             ),
             ("trainer.max_kl_sample_train", trainer.max_kl_sample_train),
         ] {
-            issues.require(
-                value > 0.0 && value.is_finite(),
-                key,
-                value,
-                "make it above 0",
-            );
+            issues.require_positive(key, value);
         }
         for (key, value) in [
             ("trainer.dppo_kl", trainer.dppo_kl),
             ("trainer.overlong_weight", trainer.overlong_weight),
         ] {
-            issues.require(
-                value >= 0.0 && value.is_finite(),
-                key,
-                value,
-                "make it at least 0",
-            );
+            issues.require_not_negative(key, value);
         }
         issues.require(
             (0.0..=trainer.cispo_max).contains(&trainer.cispo_min),
