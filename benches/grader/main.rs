@@ -24,6 +24,17 @@ const THREADS: usize = 2;
 /// Rows of the comparison.
 const COMPARED_ROWS: usize = 200;
 
+/// Calls of a submission in one test: what a call costs, beside what a grade does.
+const BRIDGE_CALLS: u64 = 2000;
+/// Submissions of `typical` that are graded in one go.
+const TYPICAL_ROWS: usize = 512;
+/// The tests of a typical row of MBPP.
+const TYPICAL_ASSERTS: [&str; 3] = [
+    "assert f(1) == 2",
+    "assert f('a') == 'aa'",
+    "assert f([1]) == [1, 1]",
+];
+
 const CHECK: &str = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate([1]) == [1, 1]\n    assert candidate('a') == 'aa'\n";
 const PYTEST: &str = "import pytest\nfrom solution import f\n\n@pytest.mark.parametrize('x, y', [(1, 2), ('a', 'aa'), ([1], [1, 1])])\ndef test_f(x, y):\n    assert f(x) == y\n";
 const UNITTEST: &str = "import unittest\nfrom solution import f\n\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n        self.assertEqual(f('a'), 'aa')\n        self.assertEqual(f([1]), [1, 1])\n";
@@ -103,7 +114,10 @@ fn one(grader: &str, test: &str, cases: &[(&str, &str)]) -> GradeRequest {
 fn grader(criterion: &mut Criterion) {
     let graders = graders();
     let mut group = criterion.benchmark_group("grader");
+    let mut typical = one("unit_tests", "", &[]);
+    typical.tests = TYPICAL_ASSERTS.map(str::to_owned).to_vec();
     for request in [
+        typical.clone(),
         one("check", CHECK, &[]),
         one("pytest", PYTEST, &[]),
         one("unittest", UNITTEST, &[]),
@@ -120,6 +134,20 @@ fn grader(criterion: &mut Criterion) {
             bencher.iter(|| assert_eq!(graders.grade(&request).reward, Some(1.0)));
         });
     }
+    let mut calls = one("unit_tests", "", &[]);
+    let range = format!("range({BRIDGE_CALLS})");
+    calls.tests = vec![format!(
+        "assert [f(i) for i in {range}] == [2 * i for i in {range}]"
+    )];
+    group.throughput(Throughput::Elements(BRIDGE_CALLS));
+    group.bench_function(format!("bridge/{BRIDGE_CALLS}_calls"), |bencher| {
+        bencher.iter(|| assert_eq!(graders.grade(&calls).reward, Some(1.0)));
+    });
+    group.throughput(Throughput::Elements(TYPICAL_ROWS as u64));
+    let rows_alike = vec![typical; TYPICAL_ROWS];
+    group.bench_function(format!("typical/{THREADS}_threads"), |bencher| {
+        bencher.iter(|| grade_all(&graders, &rows_alike));
+    });
     let requests = requests(&rows().0);
     group.throughput(Throughput::Elements(requests.len() as u64));
     group.bench_function(format!("rows/{THREADS}_threads"), |bencher| {

@@ -148,7 +148,7 @@ struct UnitTestOptions {
 /// Grades submissions by unit tests.
 ///
 /// Cheap to clone; may be used by many threads at once. A submission with three asserts takes
-/// about 1 ms.
+/// about 0.4 ms.
 #[derive(Debug, Clone)]
 pub struct UnitTestGrader {
     sandbox: Arc<dyn Sandbox>,
