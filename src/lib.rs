@@ -12,6 +12,7 @@ pub mod eval;
 pub mod grader;
 pub mod hub;
 pub mod openai;
+pub mod report;
 pub mod rollout;
 pub mod run;
 pub mod sandbox;

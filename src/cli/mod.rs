@@ -70,6 +70,8 @@ enum Command {
     Sft(commands::sft::SftArgs),
     /// Measure a model's pass@k on a task set
     Eval(commands::eval::EvalArgs),
+    /// Write the report of a run: curves, before and after, episodes token by token
+    Report(commands::report::ReportArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
     /// Serve a model with the OpenAI API
@@ -105,6 +107,7 @@ pub fn main() -> ExitCode {
         Command::Train(args) => commands::train::run(&args, &printer),
         Command::Sft(args) => commands::sft::run(&args, &printer),
         Command::Eval(args) => commands::eval::run(&args, &printer),
+        Command::Report(args) => commands::report::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),

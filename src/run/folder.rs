@@ -23,6 +23,7 @@ const SUMMARY: &str = "summary.json";
 /// checkpoints/      step-N/: weights or adapter, optimizer state
 /// final/            the PEFT adapter, or the full weights
 /// summary.json      before and after
+/// report.html       all of it to look at
 /// ```
 #[derive(Debug)]
 pub struct RunFolder {
@@ -127,7 +128,7 @@ fn rows_until(text: &str, step: usize) -> String {
 }
 
 /// Writes a file whole or not at all.
-pub(super) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), RunError> {
+pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), RunError> {
     let folder = path.parent().unwrap_or_else(|| Path::new("."));
     let mut file = tempfile::Builder::new()
         .permissions(Permissions::from_mode(0o666)) // less the umask

@@ -21,6 +21,7 @@ pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
 pub use self::evaluate::evaluate;
 pub use self::folder::RunFolder;
+pub(crate) use self::folder::write_atomically;
 pub use self::policy::{Policy, trainable};
 pub use self::sft::{SftOptions, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};

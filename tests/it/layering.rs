@@ -22,6 +22,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("eval", &["rollout", "task", "trajectory"]),
     ("config", &["chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),
+    ("report", &["config", "engine", "run", "trajectory"]),
     ("cli", &[ABOVE]),
 ];
 

@@ -5,6 +5,7 @@ pub(super) mod eval;
 pub(super) mod exec;
 pub(super) mod grade;
 mod grading;
+pub(super) mod report;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 pub(super) mod serve;

@@ -17,6 +17,7 @@ use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, human_duration};
 use crate::config::TrainMode;
+use crate::report::write_report;
 use crate::run::{Measured, RunError, RunEvent, Summary, TrainOptions, train};
 
 /// Arguments of `wardian train`.
@@ -134,6 +135,10 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         summary => summary.map_err(Failure::from)?,
     };
     training.finish();
+    if let Err(error) = write_report(&out) {
+        // The run is done and saved; its page can be made again.
+        printer.warning(&format!("no report was written: {error}"));
+    }
     if args.format == Format::Json {
         printer.json(&summary).map_err(Failure::internal)?;
     } else {
@@ -184,6 +189,7 @@ fn describe(summary: &Summary, took: &str, out: &str) -> String {
          after   {}\n  \
          on {} held-out tasks, {} samples each{}\n\n\
          Run folder  {out}\n\
+         Report      {out}/report.html\n\
          Try next    wardian eval --config {out}/run.toml --model {out}/final\n            \
          wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
         summary.steps,
