@@ -209,6 +209,7 @@ fn every_key() -> RunConfig {
     };
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
+    config.log.http = Some(String::new());
     config.task.split = Some(crate::task::Split::Train);
     config.task.eval_path = Some(String::new());
     config.task.eval_split = Some(crate::task::Split::Test);
@@ -302,7 +303,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 9);
+        assert_eq!(json.as_object().unwrap().len(), 10);
     }
 
     #[test]

@@ -68,6 +68,20 @@ pub struct RunConfig {
     pub trainer: TrainerConfig,
     /// How the policy is measured.
     pub eval: EvalConfig,
+    /// Where metrics go besides the run folder's `metrics.jsonl`.
+    pub log: LogConfig,
+}
+
+/// Where metrics go besides `metrics.jsonl`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogConfig {
+    /// Write an event file for `TensorBoard` into the run folder's `tensorboard/`; not unless given.
+    pub tensorboard: bool,
+    /// A URL that rows are posted to, as `{"run": NAME, "rows": [...]}`; the environment variable
+    /// `WARDIAN_LOG_TOKEN` holds a bearer token if it wants one; none unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub http: Option<String>,
 }
 
 /// The policy: its checkpoint and how it is held.

@@ -104,6 +104,13 @@ impl RunConfig {
             0,
             "leave it out for all tasks",
         );
+        let url = self.log.http.as_deref().unwrap_or("http://");
+        issues.require(
+            url.starts_with("http://") || url.starts_with("https://"),
+            "log.http",
+            url,
+            "give a URL that starts with `http://` or `https://`",
+        );
     }
 
     fn validate_rollout(&self, issues: &mut Issues) {

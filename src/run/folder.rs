@@ -9,6 +9,8 @@ use fs_err as fs;
 use serde::Serialize;
 
 use super::RunError;
+use super::sinks::{Row, Sinks};
+use crate::config::LogConfig;
 
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
@@ -24,11 +26,13 @@ const SUMMARY: &str = "summary.json";
 /// final/            the PEFT adapter, or the full weights
 /// summary.json      before and after
 /// report.html       all of it to look at
+/// tensorboard/      the metrics once more, where `log.tensorboard` asks for them
 /// ```
 #[derive(Debug)]
 pub struct RunFolder {
     root: PathBuf,
     metrics: fs::File,
+    sinks: Sinks,
 }
 
 impl RunFolder {
@@ -37,7 +41,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// Fails where the folder is not empty or cannot be written.
-    pub fn create(root: &Path, run_toml: &str) -> Result<Self, RunError> {
+    pub fn create(root: &Path, run_toml: &str, log: &LogConfig) -> Result<Self, RunError> {
         if root.is_dir() && fs::read_dir(root)?.next().is_some() {
             return Err(RunError::FolderInUse {
                 path: root.to_owned(),
@@ -45,7 +49,7 @@ impl RunFolder {
         }
         fs::create_dir_all(root)?;
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
-        Self::open(root)
+        Self::open(root, Sinks::open(root, log, &[])?)
     }
 
     /// Opens the folder of a run that was stopped after `step` steps were saved: what `metrics.jsonl`
@@ -54,7 +58,12 @@ impl RunFolder {
     /// # Errors
     ///
     /// Fails where the folder holds no run, or one that is done, or cannot be written.
-    pub fn reopen(root: &Path, step: usize, run_toml: &str) -> Result<Self, RunError> {
+    pub fn reopen(
+        root: &Path,
+        step: usize,
+        run_toml: &str,
+        log: &LogConfig,
+    ) -> Result<Self, RunError> {
         if root.join(SUMMARY).exists() {
             return Err(RunError::Finished {
                 path: root.to_owned(),
@@ -68,10 +77,14 @@ impl RunFolder {
         };
         write_atomically(&path, kept.as_bytes())?;
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
-        Self::open(root)
+        let rows: Vec<Row> = kept
+            .lines()
+            .filter_map(|row| serde_json::from_str(row).ok())
+            .collect();
+        Self::open(root, Sinks::open(root, log, &rows)?)
     }
 
-    fn open(root: &Path) -> Result<Self, RunError> {
+    fn open(root: &Path, sinks: Sinks) -> Result<Self, RunError> {
         let metrics = fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -79,6 +92,7 @@ impl RunFolder {
         Ok(Self {
             root: root.to_owned(),
             metrics,
+            sinks,
         })
     }
 
@@ -88,7 +102,7 @@ impl RunFolder {
         self.root.join("final")
     }
 
-    /// Appends one line to `metrics.jsonl`.
+    /// Appends one line to `metrics.jsonl` and gives it to the sinks.
     ///
     /// # Errors
     ///
@@ -98,6 +112,8 @@ impl RunFolder {
         line.push(b'\n');
         // One write a line: a crash leaves whole lines.
         self.metrics.write_all(&line)?;
+        let row: Row = serde_json::from_slice(&line).map_err(std::io::Error::from)?;
+        self.sinks.log(&row);
         Ok(())
     }
 
@@ -158,12 +174,12 @@ mod tests {
     fn a_folder_that_holds_a_run_is_refused() {
         let parent = tempfile::tempdir().unwrap();
         let root = parent.path().join("run");
-        let mut folder = RunFolder::create(&root, "seed = 0\n").unwrap();
+        let mut folder = RunFolder::create(&root, "seed = 0\n", &LogConfig::default()).unwrap();
         folder.log(&serde_json::json!({"step": 1})).unwrap();
         folder.log(&serde_json::json!({"step": 2})).unwrap();
         let lines = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
         assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n");
-        let error = RunFolder::create(&root, "").unwrap_err();
+        let error = RunFolder::create(&root, "", &LogConfig::default()).unwrap_err();
         assert!(matches!(error, RunError::FolderInUse { .. }), "{error}");
     }
 
@@ -171,13 +187,24 @@ mod tests {
     fn a_reopened_folder_forgets_what_is_done_again() {
         let parent = tempfile::tempdir().unwrap();
         let root = parent.path().join("run");
-        let mut folder = RunFolder::create(&root, "seed = 0\n").unwrap();
+        let log = LogConfig {
+            tensorboard: true,
+            ..LogConfig::default()
+        };
+        let events = || {
+            fs::metadata(root.join("tensorboard/events.out.tfevents.wardian"))
+                .unwrap()
+                .len()
+        };
+        let mut folder = RunFolder::create(&root, "seed = 0\n", &log).unwrap();
         for step in 1..4 {
             folder.log(&serde_json::json!({"step": step})).unwrap();
         }
+        let uninterrupted = events();
         folder.metrics.write_all(b"{\"step\": 2, \"cut").unwrap();
-        let mut folder = RunFolder::reopen(&root, 2, "seed = 1\n").unwrap();
+        let mut folder = RunFolder::reopen(&root, 2, "seed = 1\n", &log).unwrap();
         folder.log(&serde_json::json!({"step": 3})).unwrap();
+        assert_eq!(events(), uninterrupted, "each step is there once");
         let lines = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
         assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
         assert_eq!(
@@ -185,7 +212,7 @@ mod tests {
             "seed = 1\n"
         );
         folder.write_summary(&serde_json::json!({})).unwrap();
-        let error = RunFolder::reopen(&root, 2, "").unwrap_err();
+        let error = RunFolder::reopen(&root, 2, "", &LogConfig::default()).unwrap_err();
         assert!(matches!(error, RunError::Finished { .. }), "{error}");
     }
 }

@@ -12,6 +12,7 @@ mod evaluate;
 mod folder;
 mod policy;
 mod sft;
+mod sinks;
 mod starter;
 mod summary;
 mod train;

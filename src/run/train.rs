@@ -369,9 +369,9 @@ fn begin<'a>(
     let step = restored.as_ref().map(|(step, _)| *step);
     let run_toml = config.to_toml()?;
     let folder = if options.resume {
-        RunFolder::reopen(out, step.unwrap_or(0), &run_toml)?
+        RunFolder::reopen(out, step.unwrap_or(0), &run_toml, &config.log)?
     } else {
-        RunFolder::create(out, &run_toml)?
+        RunFolder::create(out, &run_toml, &config.log)?
     };
     let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
     let trainer = GrpoTrainer::new(grpo_config(config, policy), schedule(config), optimizer);

@@ -65,7 +65,7 @@ fn a_full_run_leaves_a_complete_folder() {
     let run = folder.path().join("run");
     train(&run, &[]);
 
-    let report = fs::read_to_string(run.join("report.html")).unwrap();
+    let report = fs_err::read_to_string(run.join("report.html")).unwrap();
     assert!(report.contains("Held-out pass@1"), "{report}");
     let summary = json(&run.join("summary.json"));
     assert_eq!(summary["steps"], 2);
