@@ -360,12 +360,17 @@ def _check(bench, source, results, options):
     bench.namespace["__wardian_test__"] = results.test
     if not bench.execute(tree, results):
         return
+    error = None
     try:
         bench.namespace["check"](bench.namespace[bench.entries[0]])
-    except BaseException as error:
+    except BaseException as raised:
+        error = raised
         message = describe(error)
         # How the submission's instance ended, the host says by that very text.
         results.fill(names, bridge_errors()[0] if bridge_errors() else f"not reached: {message}")
+    if (error is not None or bridge_errors()) and all(status == "passed" for _, status, *_ in results.entries):
+        # It went wrong behind the last of the tests, which are not all that asks.
+        results.add("check", error)
 
 
 # ---- a program that raises if the submission is wrong, as MBPP+ has it

@@ -5,6 +5,7 @@ pytest itself is not in the runtime. What plain test functions use of it is here
 and torn down around tests.
 """
 
+import ast
 import asyncio
 import contextlib
 import inspect
@@ -21,6 +22,7 @@ import unittest
 import unittest.suite
 import unittest.util
 
+import _grader_remote
 import judge
 
 # ---- unittest
@@ -156,6 +158,44 @@ def _suite(namespace):
     )
 
 
+def _decorated(tree):
+    """The decorated test functions of a file, as (class or None, name)."""
+    for node in tree.body:
+        kind, members = (node.name, node.body) if isinstance(node, ast.ClassDef) else (None, [node])
+        for member in members:
+            is_function = isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef))
+            if is_function and member.decorator_list and member.name.startswith("test"):
+                yield kind, member.name
+
+
+def _fail_lost(bench, tree, results, is_test):
+    """Fails the tests that are none any more, by what decorates them: that may be the submission's."""
+    for kind, name in _decorated(tree):
+        scope = bench.namespace.get(kind, None) if kind else bench.tests
+        value = vars(scope).get(name) if scope is not None else None
+        if scope is bench.tests or _is_class_of_tests(scope):
+            if not is_test(scope, value):
+                name = f"{kind}.{name}" if kind else name
+                results.add(name, TypeError("what decorates it makes it no test"))
+
+
+def _is_unittest(scope, value):
+    is_collected = isinstance(scope, type) and issubclass(scope, unittest.TestCase)
+    return callable(value) if is_collected else True
+
+
+def _is_pytest(scope, value):
+    if isinstance(scope, type):
+        if issubclass(scope, unittest.TestCase):
+            return _is_unittest(scope, value)
+        return isinstance(value, (types.FunctionType, staticmethod, classmethod))
+    return isinstance(value, types.FunctionType) or _is_remote(value)
+
+
+def _is_remote(value):
+    return isinstance(value, _grader_remote.Remote)
+
+
 @contextlib.contextmanager
 def _collecting(bench, results):
     """Finds tests in its body, which the submission may be asked for: what it raises then is a result."""
@@ -188,6 +228,7 @@ def run_unittest(bench, source, results, options):
                 raise TypeError(f"`load_tests` gives a `{type(suite).__name__}`, not a suite")
     if not results.entries:
         _run_cases(bench, suite, results)
+    _fail_lost(bench, tree, results, _is_unittest)
 
 
 # ---- what test functions use of pytest
@@ -455,12 +496,24 @@ class _Test:
         return _arguments(self.function)[0 if self.kind is None else 1:]
 
 
-def _functions(tests):
+def _calling(remote):
+    """A test that calls a function of the submission, by which it wrapped one of the tests."""
+
+    def test():
+        return remote()
+
+    return test
+
+
+def _functions(tests, decorated):
     """Returns each test of a module, in the order of the file."""
     outer = _marks_of(tests)
     for name, value in list(vars(tests).items()):
         if name.startswith("test") and isinstance(value, types.FunctionType):
             yield _Test(name, None, value, outer + _marks_of(value))
+        elif (None, name) in decorated and _is_remote(value):
+            # Its marks would be the submission's to choose.
+            yield _Test(name, None, _calling(value), outer)
         elif name.startswith("Test") and _is_class_of_tests(value) and not issubclass(value, unittest.TestCase):
             yield from _methods(name, value, outer)
 
@@ -485,10 +538,10 @@ def _methods(name, kind, outer):
             yield _Test(f"{name}.{method}", kind, function, marks + _marks_of(function))
 
 
-def _collect(bench, fixtures):
+def _collect(bench, fixtures, decorated):
     """Returns the tests to run."""
     tests = []
-    for test in _functions(bench.tests):
+    for test in _functions(bench.tests, decorated):
         if _is_off(test.marks, bench.namespace):
             continue
         if _yields(test.function):
@@ -684,7 +737,7 @@ def run_pytest(bench, source, results, options):
     fixtures = _Fixtures(bench)
     tests = []
     with _collecting(bench, results):
-        tests = _collect(bench, fixtures)
+        tests = _collect(bench, fixtures, set(_decorated(tree)))
     if results.entries:
         return
     for index, test in enumerate(tests):
@@ -705,6 +758,7 @@ def run_pytest(bench, source, results, options):
             _run_cases(bench, suite, results, _SuiteWithoutModule)
     with results.beside("teardown"):
         fixtures.module.stack.close()
+    _fail_lost(bench, tree, results, _is_pytest)
 
 
 def _blame(bench, fixtures):

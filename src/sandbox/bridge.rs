@@ -12,7 +12,9 @@
 //!
 //! **Time.** A guest's clock runs while the guest does. While it waits for the other one, or is at rest
 //! between two calls, the time is the other one's: no guest can use up its peer's. What the host does
-//! for a message is charged, as fuel, to whoever sends it.
+//! for a message is charged, as fuel, to whoever sends it. The virtual clocks of the two, which a
+//! program reads, agree on how much time has passed in a round: a test's `sleep` is one for the
+//! submission.
 //!
 //! **Ends.** A guest that traps, exits or meets a limit while frames of it wait below has ended for
 //! all of them: the error is kept as its host state's `doom`, and each host function that would
@@ -234,12 +236,18 @@ impl Link {
         let Some(door) = Door::for_answers(waiting) else {
             return Asked::Not(DEAD);
         };
-        waiting.data_mut().peer = Peer::Suspended(back);
-        waiting.data_mut().budget.resume();
+        let asked_at = asker.data().carried.clock.round_ns();
+        let host = waiting.data_mut();
+        host.peer = Peer::Suspended(back);
+        host.carried.clock.catch_up(asked_at);
+        host.budget.resume();
         let answered = door.exchange(&mut *waiting, request);
-        waiting.data_mut().budget.pause();
+        let host = waiting.data_mut();
+        host.budget.pause();
+        let answered_at = host.carried.clock.round_ns();
         // `asker` is used again from here on.
-        waiting.data_mut().peer = Peer::None;
+        host.peer = Peer::None;
+        asker.data_mut().carried.clock.catch_up(answered_at);
         match answered {
             Ok(reply) => Asked::Replied(reply),
             Err(error) => {
@@ -303,6 +311,7 @@ impl Stage {
             }
         }
         lease.pause();
+        lease.clock().begin_round();
         Ok(lease)
     }
 }
@@ -414,8 +423,13 @@ fn call(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> 
     let asked = match std::mem::take(&mut caller.data_mut().peer) {
         Peer::None => Ok(Asked::Not(DEAD)),
         Peer::Resting(mut peer) => {
+            peer.clock()
+                .catch_up(caller.data().carried.clock.round_ns());
             let answered = peer.answer(&request, Link::to(&mut caller, 1));
-            caller.data_mut().peer = Peer::Resting(peer);
+            let answered_at = peer.clock().round_ns();
+            let host = caller.data_mut();
+            host.carried.clock.catch_up(answered_at);
+            host.peer = Peer::Resting(peer);
             answered.map(|served| match served {
                 Served::Reply(reply) => Asked::Replied(reply),
                 Served::Ended(exit) if exit.is_limit() => Asked::Not(EXHAUSTED),
@@ -463,6 +477,7 @@ fn open(mut caller: Caller<'_, Host>, pointer: u32, length: u32) -> Result<i32> 
     let used = budget::refuel(&mut caller, stage.caller_fuel);
     stage.caller_used = (stage.caller_used).saturating_add(*used.as_ref().unwrap_or(&0));
     let host = caller.data_mut();
+    host.carried.clock.begin_round();
     // Whoever opened the stage takes it back, whatever fails here.
     host.stage = Some(stage);
     used?;

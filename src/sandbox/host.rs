@@ -145,24 +145,57 @@ impl Capture {
     }
 }
 
-/// A clock that moves only when it is read or slept on.
+/// A clock that moves only when it is read or slept on, and while the guest on the other side of the
+/// bridge lets time pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Clock {
     pub(super) elapsed_ns: u64,
     /// The wall clock when nothing had elapsed.
     pub(super) start_ns: u64,
+    /// What had elapsed when the round began, in which two guests share the time.
+    round_start_ns: u64,
+    /// What the other guest let pass in the round.
+    others_ns: u64,
 }
 
 impl Default for Clock {
     fn default() -> Self {
-        Self {
-            elapsed_ns: 0,
-            start_ns: CLOCK_START_NS,
-        }
+        Self::at(0, CLOCK_START_NS)
     }
 }
 
 impl Clock {
+    /// Makes a clock by which `elapsed_ns` have elapsed since the wall clock said `start_ns`.
+    pub(super) fn at(elapsed_ns: u64, start_ns: u64) -> Self {
+        Self {
+            elapsed_ns,
+            start_ns,
+            round_start_ns: 0,
+            others_ns: 0,
+        }
+    }
+
+    /// Begins a round, and forgets the time that the other guest of the last one let pass: what
+    /// happens in a round is not seen in the next.
+    pub(super) fn begin_round(&mut self) {
+        self.elapsed_ns -= std::mem::take(&mut self.others_ns);
+        self.round_start_ns = self.elapsed_ns;
+    }
+
+    /// Returns what has elapsed in the round.
+    pub(super) fn round_ns(&self) -> u64 {
+        self.elapsed_ns - self.round_start_ns
+    }
+
+    /// Lets the time pass that it was before for the other guest of the round. One of the two waits
+    /// while the other runs, so whoever is ahead has the time of both.
+    pub(super) fn catch_up(&mut self, round_ns: u64) {
+        let before = self.elapsed_ns;
+        let now = self.round_start_ns.saturating_add(round_ns);
+        self.elapsed_ns = before.max(now);
+        self.others_ns = (self.others_ns).saturating_add(self.elapsed_ns - before);
+    }
+
     /// Reads the wall clock (nanoseconds since 1970) or, otherwise, a clock that starts at 0.
     pub(super) fn read(&mut self, is_realtime: bool) -> u64 {
         self.elapsed_ns = self.elapsed_ns.saturating_add(CLOCK_STEP_NS);
@@ -231,6 +264,35 @@ mod tests {
         clock.set_wall(86_400);
         assert_eq!(clock.now(true), 86_400_000_000_000);
         assert_eq!(clock.now(false), monotonic);
+    }
+
+    #[test]
+    fn two_guests_of_a_round_share_the_time() {
+        let [mut tests, mut submission] = [7, 500].map(|elapsed_ns| {
+            let mut clock = Clock::default();
+            clock.advance(elapsed_ns);
+            clock.begin_round();
+            clock
+        });
+        tests.advance(10);
+        submission.catch_up(tests.round_ns());
+        submission.advance(3);
+        tests.catch_up(submission.round_ns());
+        assert_eq!((tests.now(false), submission.now(false)), (20, 513));
+        // The next round has a submission of its own, and the tests' own time only.
+        tests.begin_round();
+        assert_eq!((tests.now(false), tests.round_ns()), (17, 0));
+    }
+
+    #[test]
+    fn a_clock_at_its_end_stays_there() {
+        let mut clock = Clock::default();
+        clock.advance(5);
+        clock.begin_round();
+        clock.catch_up(u64::MAX);
+        assert_eq!(clock.now(false), u64::MAX);
+        clock.begin_round();
+        assert_eq!(clock.now(false), 5);
     }
 
     #[test]

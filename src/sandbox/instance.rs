@@ -15,7 +15,7 @@ use super::bridge::{Door, GuestFault, Link, Peer, Served, Stage};
 use super::budget::{Gauge, Stop};
 use super::cancel::Cancel;
 use super::error::SandboxError;
-use super::host::{Carried, Host, Input};
+use super::host::{Carried, Clock, Host, Input};
 use super::limits::Limits;
 use super::memory::{Changed, Slot, WASM_PAGE};
 use super::meter::METER;
@@ -487,6 +487,11 @@ impl Instance {
     /// Stops the clock of a guest at rest until it is asked something.
     pub(super) fn pause(&mut self) {
         self.store.data_mut().budget.pause();
+    }
+
+    /// Returns the clock that the guest's program reads.
+    pub(super) fn clock(&mut self) -> &mut Clock {
+        &mut self.store.data_mut().carried.clock
     }
 
     /// Takes what the guest printed to standard output or, otherwise, to standard error.

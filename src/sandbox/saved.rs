@@ -157,10 +157,8 @@ impl Snapshot {
         let guest = Hash::from_bytes(body.array()?);
         let is_seeded = body.flag()?;
         let has_arguments = body.flag()?;
-        let clock = Clock {
-            elapsed_ns: u64::from_le_bytes(body.array()?),
-            start_ns: u64::from_le_bytes(body.array()?),
-        };
+        let elapsed_ns = u64::from_le_bytes(body.array()?);
+        let clock = Clock::at(elapsed_ns, u64::from_le_bytes(body.array()?));
         let mut random = ChaCha8Rng::from_seed(body.array()?);
         random.set_word_pos(u128::from_le_bytes(body.array()?));
         let memory_bytes = u64::from_le_bytes(body.array()?);

@@ -1,6 +1,16 @@
 //! `check`: each statement that tests is a test.
 
-use super::common::{judge, outcomes};
+use rstest::rstest;
+use wardian::grader::{GradeLimits, GraderRegistry};
+
+use super::common::{graders_with, judge, judge_with, outcomes};
+
+/// Graders under which a loop without end ends soon.
+fn short_of_fuel() -> GraderRegistry {
+    let mut limits = GradeLimits::default();
+    limits.candidate.fuel = 200_000_000;
+    graders_with(&limits)
+}
 
 pub(super) const CHECK: &str = "\
 METADATA = {}
@@ -44,5 +54,54 @@ fn a_check_that_breaks_off_fails_what_it_did_not_reach() {
         verdict.tests[1]
             .message
             .starts_with("not reached: AttributeError")
+    );
+}
+
+/// Behind the last statement that is a test there may be more that asks.
+#[rstest]
+#[case::raises(
+    "def f(x):\n    if x == 2: raise ValueError\n    return 2 * x",
+    "ValueError"
+)]
+#[case::exits(
+    "import os\ndef f(x): return os._exit(0) if x == 2 else 2 * x",
+    "the submission exited"
+)]
+#[case::runs_out(
+    "def f(x):\n    while x == 2: pass\n    return 2 * x",
+    "ran out of time"
+)]
+fn what_fails_behind_the_last_test_fails(#[case] code: &str, #[case] message: &str) {
+    for last in [
+        "x = candidate(2)",
+        "return candidate(2) == 4",
+        "x: int = candidate(2)",
+    ] {
+        let check = format!("def check(candidate):\n    assert candidate(1) == 2\n    {last}\n");
+        let verdict = judge_with(&short_of_fuel(), "check", &check, code);
+        assert_eq!(
+            outcomes(&verdict),
+            [("test_1", true), ("check", false)],
+            "{verdict:?}"
+        );
+        assert!(verdict.tests[1].message.contains(message), "{verdict:?}");
+        let honest = judge("check", &check, "def f(x): return 2 * x");
+        assert_eq!(outcomes(&honest), [("test_1", true)], "{honest:?}");
+    }
+}
+
+#[test]
+fn what_a_helper_asserts_counts() {
+    let check = "def check(candidate):\n    def go():\n        for n in range(5):\n            \
+                 assert candidate(n) == 2 * n\n    assert True\n    ok = go()\n";
+    let wrong = judge("check", check, "def f(x): return 0");
+    assert_eq!(
+        outcomes(&wrong),
+        [("test_1", true), ("check", false)],
+        "{wrong:?}"
+    );
+    assert_eq!(
+        judge("check", check, "def f(x): return 2 * x").reward,
+        Some(1.0)
     );
 }

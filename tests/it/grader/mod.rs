@@ -307,9 +307,36 @@ fn setup_belongs_to_the_grader() {
     "def f(x): return x",
     "x = {'a': [1, 2.5, None, (True, b'x')], 3: {4, 5}, 'é': 10**40}\nassert f(x) == x"
 )]
+#[case::pattern(
+    "class f:\n    __match_args__ = ('x', 'y')\n    def __init__(self, x, y): self.x, self.y = x, y",
+    "match f(1, 2):\n    case f(a, b): assert (a, b) == (1, 2)\n    case _: assert False"
+)]
+#[case::sleep_of_the_tests(
+    "import time\nclass f:\n    def __init__(self): self.end = time.monotonic() + 1\n    \
+     def is_over(self): return time.monotonic() > self.end",
+    "import time\na = f()\nassert not a.is_over()\ntime.sleep(2)\nassert a.is_over()"
+)]
+#[case::sleep_of_the_submission(
+    "import time\ndef f(n): time.sleep(n)",
+    "import time\nt = time.time()\nf(3)\nassert 3 <= time.time() - t < 3.1"
+)]
+#[case::sleep_of_a_callback(
+    "import time\ndef f(g):\n    t = time.time()\n    g()\n    return time.time() - t",
+    "import time\nassert 5 <= f(lambda: time.sleep(5)) < 5.1"
+)]
 fn what_tests_do_works_across_the_bridge(#[case] code: &str, #[case] test: &str) {
     let verdict = grade(code, &[test]);
     assert_eq!(verdict.status, VerdictStatus::Passed, "{verdict:?}");
+}
+
+/// What one test sleeps is no matter of the next one, nor is what the submission slept in it.
+#[test]
+fn tests_do_not_share_their_time() {
+    let code = "import time\nSTART = time.monotonic()\ndef f(n):\n    \
+                time.sleep(n)\n    return time.monotonic() - START";
+    let test = "import time\nt = time.time()\nassert f(100) < 101\nassert time.time() < 1.8e9";
+    let verdict = grade(code, &[test, "f(10**9)", test]);
+    assert_eq!(passed(&verdict), 3, "{verdict:?}");
 }
 
 #[test]

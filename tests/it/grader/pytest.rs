@@ -330,3 +330,47 @@ fn names_of_tests_are_safe_to_show() {
     assert_eq!(verdict.tests[0].name, r"test_a[\x1b[2K\u202eok]");
     assert_eq!(verdict.tests[1].name.chars().count(), 120);
 }
+
+/// A decorator of the submission's decides what a test is.
+#[rstest]
+#[case::no_function("def f(x): return 3 if callable(x) else 2 * x", false)]
+#[case::nothing("def f(x): return None if callable(x) else 2 * x", false)]
+#[case::itself("def f(x): return x if callable(x) else 2 * x", true)]
+#[case::wrapper(
+    "def f(x):\n    if not callable(x): return 2 * x\n    return lambda: x()",
+    true
+)]
+#[case::wrapper_of_a_wrong_answer(
+    "def f(x):\n    if not callable(x): return 3 * x\n    return lambda: x()",
+    false
+)]
+fn a_test_that_the_submission_decorates_is_not_lost(#[case] code: &str, #[case] passes: bool) {
+    let test = "from solution import f\n@f\ndef test_a(): assert f(1) == 2\n\
+                def test_b(): assert f(0) == 0\n";
+    let verdict = judge("pytest", test, code);
+    let mut found = outcomes(&verdict);
+    found.sort_unstable();
+    assert_eq!(found, [("test_a", passes), ("test_b", true)], "{verdict:?}");
+}
+
+#[rstest]
+#[case("pytest")]
+#[case("unittest")]
+fn a_method_that_the_submission_decorates_is_not_lost(#[case] grader: &str) {
+    let test = "import unittest\nfrom solution import f\nclass TestF(unittest.TestCase):\n    \
+                @f\n    def test_a(self): assert f(1) == 2\n    \
+                def test_b(self): assert f(0) == 0\n";
+    for value in ["3", "None"] {
+        let code = format!("def f(x): return {value} if callable(x) else 0");
+        let verdict = judge(grader, test, &code);
+        let mut found = outcomes(&verdict);
+        found.sort_unstable();
+        assert_eq!(
+            found,
+            [("TestF.test_a", false), ("TestF.test_b", true)],
+            "{verdict:?}"
+        );
+    }
+    let honest = "def f(x): return x if callable(x) else 2 * x";
+    assert_eq!(judge(grader, test, honest).reward, Some(1.0));
+}

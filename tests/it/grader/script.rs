@@ -60,3 +60,26 @@ fn a_script_that_never_asks_is_a_broken_task(#[case] script: &str, #[case] expec
         expected,
     );
 }
+
+/// `unittest` takes a skipped test for none that failed.
+#[rstest]
+#[case("import unittest\ndef f(x): raise unittest.SkipTest('x')")]
+#[case("import unittest\nclass Own(unittest.SkipTest): pass\ndef f(x): raise Own('x')")]
+#[case(
+    "from unittest.case import SkipTest as Wish\nWish.__name__ = 'ValueError'\ndef f(x): raise Wish"
+)]
+fn a_submission_cannot_skip_a_test(#[case] code: &str) {
+    let test = "import unittest\nclass T(unittest.TestCase):\n    \
+                def test_a(self): self.assertEqual(f(2), 4)\n";
+    for run in [
+        "unittest.main(argv=['tests'])",
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).\
+         wasSuccessful() or 1 / 0",
+    ] {
+        let script = format!("{test}{run}\n");
+        let verdict = judge("script", &script, code);
+        assert_eq!(verdict.reward, Some(0.0), "{verdict:?}");
+        let verdict = judge("script", &script, DOUBLE);
+        assert_eq!(verdict.reward, Some(1.0), "{verdict:?}");
+    }
+}

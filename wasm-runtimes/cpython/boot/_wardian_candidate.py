@@ -340,7 +340,7 @@ def _class(kind):
     fields = _wardian_values.namedtuple_fields(kind)
     if fields is not None:
         defaults = tuple(kind._field_defaults.values())
-        return (kind.__name__, (), [], [], True, (fields, defaults))
+        return (kind.__name__, (), [], [], True, (fields, defaults), ())
     bases = tuple(
         base for base in kind.__bases__ if base in _wardian_values.EXCEPTIONS or base.__module__ == "solution"
     )
@@ -358,7 +358,11 @@ def _class(kind):
     if getattr(kind, "__hash__", None) is None:
         specials.discard("__hash__")
         specials.add("!__hash__")
-    return (kind.__name__, bases, sorted(specials), methods, issubclass(kind, _wardian_values.PLAIN), None)
+    positions = getattr(kind, "__match_args__", ())
+    if type(positions) is not tuple or not all(type(name) is str for name in positions):
+        positions = ()
+    is_plain = issubclass(kind, _wardian_values.PLAIN)
+    return (kind.__name__, bases, sorted(specials), methods, is_plain, None, positions)
 
 
 _SPECIALS = frozenset("""
