@@ -69,7 +69,7 @@ fn a_check_that_breaks_off_fails_what_it_did_not_reach() {
 )]
 #[case::runs_out(
     "def f(x):\n    while x == 2: pass\n    return 2 * x",
-    "ran out of time"
+    "ran out of fuel"
 )]
 fn what_fails_behind_the_last_test_fails(#[case] code: &str, #[case] message: &str) {
     for last in [
