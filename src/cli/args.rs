@@ -1,12 +1,13 @@
 //! Arguments that several commands share.
 
 use std::io::IsTerminal as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
+use super::failure::Failure;
 use crate::sandbox::{Limits, RuntimeName, SandboxError};
 
 /// Options of every command.
@@ -99,6 +100,19 @@ pub(super) struct ModelArgs {
     /// Override one key of the run file, such as `model.dtype="bf16"`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub(super) overrides: Vec<String>,
+}
+
+/// Refuses a folder that holds something: nothing is overwritten.
+pub(super) fn require_empty_folder(folder: &Path) -> Result<(), Failure> {
+    let is_empty = !folder.is_dir()
+        || (fs_err::read_dir(folder).map_err(Failure::usage)?)
+            .next()
+            .is_none();
+    if is_empty {
+        return Ok(());
+    }
+    let message = format!("`{}` is not empty; choose another folder", folder.display());
+    Err(Failure::usage(anyhow::anyhow!(message)))
 }
 
 /// What lets the interpreter start and a small program run.

@@ -72,6 +72,8 @@ enum Command {
     Eval(commands::eval::EvalArgs),
     /// Write the report of a run: curves, before and after, episodes token by token
     Report(commands::report::ReportArgs),
+    /// Write a model as a Hugging Face folder, with its adapter merged
+    Export(commands::export::ExportArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
     /// Serve a model with the OpenAI API
@@ -108,6 +110,7 @@ pub fn main() -> ExitCode {
         Command::Sft(args) => commands::sft::run(&args, &printer),
         Command::Eval(args) => commands::eval::run(&args, &printer),
         Command::Report(args) => commands::report::run(&args, &printer),
+        Command::Export(args) => commands::export::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),

@@ -11,7 +11,7 @@ use fs_err as fs;
 use super::RunError;
 use crate::chat::ChatTemplate;
 use crate::config::{self, RunConfig};
-use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, Trainable};
+use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable};
 use crate::engine::{LoadedModel, Tokenizer};
 
 /// A model, its tokenizer and its chat template.
@@ -143,6 +143,31 @@ impl Policy {
     ///
     /// Fails where the folder cannot be written.
     pub fn save(&self, folder: &Path) -> Result<(), RunError> {
+        self.write(folder, |partial| {
+            match self.decoder.adapter(Some(&self.source)) {
+                Some(adapter) => adapter.save(partial),
+                None => self.decoder.save(partial),
+            }
+        })
+    }
+
+    /// Writes the whole model with weights in `dtype`, an adapter merged, for transformers, vLLM and
+    /// whatever else loads a Hugging Face folder. The folder appears whole or not at all; it must not
+    /// hold anything yet.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the folder cannot be written.
+    pub fn export(&self, folder: &Path, dtype: DType) -> Result<(), RunError> {
+        self.write(folder, |partial| self.decoder.save_as(partial, dtype))
+    }
+
+    /// Makes a folder of what `write_weights` writes, the tokenizer and the chat template.
+    fn write(
+        &self,
+        folder: &Path,
+        write_weights: impl FnOnce(&Path) -> Result<(), ModelError>,
+    ) -> Result<(), RunError> {
         let parent = folder.parent().filter(|parent| *parent != Path::new(""));
         let parent = parent.unwrap_or_else(|| Path::new("."));
         fs::create_dir_all(parent)?;
@@ -150,11 +175,7 @@ impl Policy {
             .prefix(".partial-")
             .permissions(Permissions::from_mode(0o777)) // less the umask
             .tempdir_in(parent)?;
-        if let Some(adapter) = self.decoder.adapter(Some(&self.source)) {
-            adapter.save(partial.path())?;
-        } else {
-            self.decoder.save(partial.path())?;
-        }
+        write_weights(partial.path())?;
         self.save_words(partial.path())?;
         // A folder that is there is replaced only if it is empty.
         fs::rename(partial.path(), folder)?;

@@ -1,11 +1,14 @@
 //! A whole run on the carried model and tasks, at a size that a test can wait for.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+use candle_core::{DType, Device};
 use rstest::rstest;
 use serde_json::Value;
+use wardian::engine::LoadedModel;
 use wardian::task::TaskSet;
 use wardian::trajectory::{Trajectory, read_step, step_path};
 
@@ -310,6 +313,61 @@ fn lora_leaves_an_adapter_that_evaluates() {
     let report: Value = serde_json::from_str(&report).expect("JSON");
     assert_eq!(report["tasks"], 2);
     assert!(report["pass_at"]["2"].is_number(), "{report}");
+
+    // Merged, it is a model of its own, in the type asked for.
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let merged = path("merged");
+    let adapter = adapter.to_str().expect("UTF-8");
+    wardian(&["export", "--model", adapter, "--out", &merged]);
+    let names: BTreeSet<String> = fs_err::read_dir(&merged)
+        .expect("the folder is there")
+        .map(|entry| {
+            entry
+                .expect("an entry")
+                .file_name()
+                .into_string()
+                .expect("UTF-8")
+        })
+        .collect();
+    let expected = [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(names, expected.map(str::to_owned).into());
+    let config = json(&folder.path().join("merged/config.json"));
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    let size = |folder: &str| {
+        fs_err::metadata(format!("{folder}/model.safetensors"))
+            .expect("a file")
+            .len()
+    };
+    let whole = path("whole");
+    wardian(&[
+        "export", "--model", adapter, "--out", &whole, "--dtype", "f32",
+    ]);
+    assert!(
+        2 * size(&merged) <= size(&whole) + 65_536,
+        "bf16 takes half"
+    );
+    let exported = LoadedModel::open(&whole, DType::F32, &Device::Cpu).expect("it loads");
+    let base = json(&run.join("final/adapter_config.json"));
+    let base = base["base_model_name_or_path"].as_str().expect("a path");
+    let base = LoadedModel::open(base, DType::F32, &Device::Cpu).expect("it loads");
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    let difference = (&exported.weights[name] - &base.weights[name]).expect("shapes agree");
+    let difference = difference.abs().and_then(|difference| difference.max_all());
+    let difference: f32 = difference
+        .and_then(|most| most.to_scalar())
+        .expect("a number");
+    assert!(difference > 0.0, "the adapter is in it");
+    // What is there is not overwritten.
+    let again = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["export", "--out", &merged])
+        .output()
+        .expect("the binary starts");
+    assert_eq!(again.status.code(), Some(2));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 pub(super) mod chat;
 pub(super) mod eval;
 pub(super) mod exec;
+pub(super) mod export;
 pub(super) mod grade;
 mod grading;
 pub(super) mod report;

@@ -7,7 +7,7 @@ use clap::Args;
 use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
-use crate::cli::args::ConfigArgs;
+use crate::cli::args::{ConfigArgs, require_empty_folder};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::Progress;
@@ -51,18 +51,7 @@ pub(in crate::cli) struct SftArgs {
 }
 
 pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
-    if args.out.is_dir()
-        && fs_err::read_dir(&args.out)
-            .map_err(Failure::usage)?
-            .next()
-            .is_some()
-    {
-        let message = format!(
-            "`{}` is not empty; choose another folder",
-            args.out.display()
-        );
-        return Err(Failure::usage(anyhow::anyhow!(message)));
-    }
+    require_empty_folder(&args.out)?;
     let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
     let resolved = setup::resolve(&args.config)?;
     let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;

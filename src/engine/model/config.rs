@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -150,8 +151,8 @@ impl ModelConfig {
         raw.resolve()
     }
 
-    /// Returns a `config.json` that transformers loads.
-    pub fn to_json(&self) -> String {
+    /// Returns a `config.json` that transformers loads, for weights in `dtype`.
+    pub fn to_json(&self, dtype: DType) -> String {
         let class = match self.model_type {
             ModelType::Qwen3 => "Qwen3ForCausalLM",
             ModelType::Qwen2 => "Qwen2ForCausalLM",
@@ -181,7 +182,11 @@ impl ModelConfig {
             "hidden_act": "silu",
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
-            "torch_dtype": "float32",
+            "torch_dtype": match dtype {
+                DType::BF16 => "bfloat16",
+                DType::F16 => "float16",
+                _ => "float32",
+            },
         });
         format!("{value:#}")
     }
@@ -399,7 +404,7 @@ pub fn fuzz_config(bytes: &[u8]) {
     };
     if let Ok(config) = ModelConfig::from_json(text) {
         config.validate().expect("what is accepted is valid");
-        let written = ModelConfig::from_json(&config.to_json());
+        let written = ModelConfig::from_json(&config.to_json(DType::F32));
         assert_eq!(written.expect("what is written is accepted"), config);
     }
 }
@@ -435,7 +440,10 @@ mod tests {
     #[test]
     fn a_written_config_reads_back() {
         let config = ModelConfig::from_json(QWEN3).unwrap();
-        assert_eq!(ModelConfig::from_json(&config.to_json()).unwrap(), config);
+        assert_eq!(
+            ModelConfig::from_json(&config.to_json(DType::F32)).unwrap(),
+            config
+        );
         let config = ModelConfig {
             model_type: ModelType::Llama,
             rope_scaling: RopeScaling::Yarn {
@@ -449,7 +457,10 @@ mod tests {
             mlp_bias: true,
             ..config
         };
-        assert_eq!(ModelConfig::from_json(&config.to_json()).unwrap(), config);
+        assert_eq!(
+            ModelConfig::from_json(&config.to_json(DType::F32)).unwrap(),
+            config
+        );
     }
 
     #[test]

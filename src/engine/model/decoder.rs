@@ -714,10 +714,22 @@ impl Decoder {
     ///
     /// Fails if a file cannot be written.
     pub fn save(&self, folder: &Path) -> Result<(), ModelError> {
+        self.save_as(folder, self.dtype())
+    }
+
+    /// As [`Decoder::save`], with weights in `dtype`: `f32`, `bf16` or `f16`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file cannot be written.
+    pub fn save_as(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
         fs::create_dir_all(folder).map_err(|source| io_error(folder, source))?;
         let path = folder.join("config.json");
-        fs::write(&path, self.config.to_json()).map_err(|source| io_error(&path, source))?;
-        write_safetensors(&folder.join("model.safetensors"), &self.merged_weights()?)
+        fs::write(&path, self.config.to_json(dtype)).map_err(|source| io_error(&path, source))?;
+        let weights: Vec<(String, Tensor)> = (self.merged_weights()?.into_iter())
+            .map(|(name, weight)| Ok((name, weight.to_dtype(dtype)?)))
+            .collect::<Result<_, ModelError>>()?;
+        write_safetensors(&folder.join("model.safetensors"), &weights)
     }
 
     /// Returns the adapter, if there is one. Its tensors share the model's storage.
