@@ -8,6 +8,7 @@ mod grader;
 mod layering;
 mod reward_attacks;
 mod run;
+mod run_file_page;
 mod sandbox;
 mod serve;
 mod task;
