@@ -372,22 +372,26 @@ fn step_metrics(
 
 /// Shuffles the rewards within each group, seeded: a control under which a policy must not learn.
 ///
-/// The rewards keep their distribution and lose their meaning, so whatever improves under them is
-/// not learned from them.
+/// Each reward goes with its parts, which GDPO reads instead of it. They keep their distribution and
+/// lose their meaning, so whatever improves under them is not learned from them.
 pub fn shuffle_rewards(groups: &mut [RolloutGroup], seed: u64) {
     use rand::SeedableRng as _;
     use rand::seq::SliceRandom as _;
     let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     for group in groups {
-        let mut rewards: Vec<f64> = group.rewards().into_iter().flatten().collect();
-        rewards.shuffle(&mut random);
         // An episode that could not be scored stays without a reward.
-        let scored = group
-            .trajectories
-            .iter_mut()
-            .filter(|episode| episode.reward.is_some());
-        for (trajectory, reward) in scored.zip(rewards) {
-            trajectory.reward = Some(reward);
+        let mut scored: Vec<&mut Trajectory> = (group.trajectories.iter_mut())
+            .filter(|episode| episode.reward.is_some())
+            .collect();
+        let mut rewards: Vec<_> = (scored.iter_mut())
+            .map(|episode| (episode.reward, std::mem::take(&mut episode.rewards)))
+            .collect();
+        rewards.shuffle(&mut random);
+        for (episode, (reward, parts)) in scored.into_iter().zip(rewards) {
+            (episode.reward, episode.rewards) = (reward, parts);
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
