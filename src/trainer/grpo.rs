@@ -234,19 +234,25 @@ impl GrpoTrainer {
         sequences: &[TrainSequence],
     ) -> Result<Advantages, TrainerError> {
         let config = &self.config;
-        let taken_off = |trajectory: &Trajectory, sequence: &TrainSequence| {
-            let overlong =
-                (config.overlong).map_or(0.0, |penalty| penalty.of(trajectory.trace.sampled_len()));
-            let divergence = match config.reward_kl_coef {
-                0.0 => 0.0,
-                coefficient => -coefficient * sequence.divergence(),
-            };
-            overlong + divergence
+        // What is taken off the reward: a weight, and a value for each episode.
+        let mut penalties: Vec<(f64, Vec<f64>)> = Vec::new();
+        if let Some(overlong) = config.overlong {
+            let values = (episodes.iter())
+                .map(|(_, trajectory)| overlong.unweighted(trajectory.trace.sampled_len()));
+            penalties.push((overlong.weight, values.collect()));
+        }
+        if config.reward_kl_coef != 0.0 {
+            let values = sequences.iter().map(|sequence| -sequence.divergence());
+            penalties.push((config.reward_kl_coef, values.collect()));
+        }
+        let taken_off = |index: usize| -> f64 {
+            let penalties = penalties.iter();
+            penalties.map(|(weight, values)| weight * values[index]).sum()
         };
-        let members: Vec<GroupMember<usize>> = (episodes.iter().zip(sequences))
-            .map(|((group, trajectory), sequence)| GroupMember {
+        let members: Vec<GroupMember<usize>> = (episodes.iter().enumerate())
+            .map(|(index, (group, trajectory))| GroupMember {
                 group: *group,
-                reward: (trajectory.reward).map(|reward| reward + taken_off(trajectory, sequence)),
+                reward: (trajectory.reward).map(|reward| reward + taken_off(index)),
                 trainable_tokens: trajectory.trace.sampled_len(),
             })
             .collect();
@@ -262,13 +268,8 @@ impl GrpoTrainer {
                 .map(|(_, trajectory)| value(trajectory, name));
             (*weight, values.collect())
         };
-        let mut parts: Vec<(f64, Vec<f64>)> = weights.iter().map(part).collect();
-        let penalties: Vec<f64> = (episodes.iter().zip(sequences))
-            .map(|((_, trajectory), sequence)| taken_off(trajectory, sequence))
-            .collect();
-        if penalties.iter().any(|&penalty| penalty != 0.0) {
-            parts.push((1.0, penalties));
-        }
+        // Each penalty is a part of its own: in one sum, the larger would drown the other.
+        let parts: Vec<(f64, Vec<f64>)> = weights.iter().map(part).chain(penalties).collect();
         decoupled_advantages(&members, &parts, config.advantage)
     }
 

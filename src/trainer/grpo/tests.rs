@@ -63,3 +63,104 @@ fn a_reward_is_shuffled_together_with_its_parts() {
     sorted.sort_by(f64::total_cmp);
     assert_eq!(sorted, [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]);
 }
+
+/// A trainer and a toy for it, whose adapter moves what it says.
+fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
+    let model = toy(ModelType::Llama);
+    let weights = random_weights(&model, 3, DType::F32, &Device::Cpu).unwrap();
+    let lora = Trainable::Lora(LoraConfig {
+        rank: 2,
+        alpha: 4.0,
+        ..LoraConfig::default()
+    });
+    let decoder = Decoder::new(model, weights, &Device::Cpu, &lora, 4).unwrap();
+    let optimizer = AdamW::new(&decoder, super::super::AdamWConfig::default()).unwrap();
+    let schedule = LrSchedule {
+        learning_rate: 1e-2,
+        warmup_steps: 0,
+        total_steps: 10,
+        kind: super::super::ScheduleKind::Constant,
+    };
+    (GrpoTrainer::new(config, schedule, optimizer), decoder)
+}
+
+fn config() -> GrpoConfig {
+    GrpoConfig {
+        advantage: AdvantageConfig::default(),
+        decoupled: None,
+        overlong: None,
+        reward_kl_coef: 0.0,
+        loss: LossConfig::default(),
+        pass: PassConfig::default(),
+        micro_batch_tokens: 1000,
+        iterations: 1,
+        recompute_old: false,
+        max_kl_sample_train: 10.0,
+        mask_truncated: false,
+    }
+}
+
+/// Returns the advantages of one group, given each episode's divergence from the reference.
+fn advantages_of(
+    config: GrpoConfig,
+    trajectories: &[Trajectory],
+    divergences: &[f64],
+) -> Vec<Option<f64>> {
+    let (trainer, _) = trainer(config);
+    let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
+    let mut sequences = trainer.sequences(&episodes);
+    for (sequence, divergence) in sequences.iter_mut().zip(divergences) {
+        let mut reference = sequence.logprobs.clone();
+        *reference.last_mut().unwrap() -= divergence;
+        sequence.reference = Some(reference);
+    }
+    trainer.advantages(&episodes, &sequences).unwrap().values
+}
+
+#[test]
+fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
+    let lengths = [3, 5, 8, 8];
+    let trajectories: Vec<_> = (0..)
+        .zip(lengths)
+        .map(|(sample, length)| {
+            let passed = f64::from(sample % 2);
+            episode(sample, &vec![3; length], Some(passed), &[("passed", passed)])
+        })
+        .collect();
+    let divergences = [0.3, -0.1, 0.2, 0.0];
+    let of = |overlong: f64, kl: f64| {
+        let config = GrpoConfig {
+            decoupled: Some(vec![("passed".to_owned(), 1.0)]),
+            overlong: Some(OverlongPenalty {
+                limit: 8,
+                margin: 4,
+                weight: overlong,
+            }),
+            reward_kl_coef: kl,
+            ..config()
+        };
+        advantages_of(config, &trajectories, &divergences)
+    };
+    let members: Vec<_> = (trajectories.iter())
+        .map(|episode| GroupMember {
+            group: 0,
+            reward: episode.reward,
+            trainable_tokens: 1,
+        })
+        .collect();
+    for (overlong, kl) in [(1.0, 0.5), (0.25, 0.5), (1.0, 2.0)] {
+        let parts = [
+            (1.0, vec![0.0, 1.0, 0.0, 1.0]),
+            (overlong, vec![0.0, -0.25, -1.0, -1.0]),
+            (kl, divergences.map(|divergence| -divergence).to_vec()),
+        ];
+        let expected = decoupled_advantages(&members, &parts, AdvantageConfig::default());
+        let expected = expected.unwrap().values;
+        for (found, expected) in of(overlong, kl).into_iter().zip(expected) {
+            let (found, expected) = (found.unwrap(), expected.unwrap());
+            assert!((found - expected).abs() < 1e-9, "{found} {expected}");
+        }
+    }
+    // A weight is a weight: it is not normalised away.
+    assert_ne!(of(1.0, 0.5), of(0.25, 0.5));
+}
