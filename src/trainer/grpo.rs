@@ -144,11 +144,17 @@ impl GrpoTrainer {
             .enumerate()
             .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
             .collect();
-        let mut sequences = self.sequences(&episodes);
+        let mut sequences = sequences(&episodes);
         if self.needs_reference() {
             self.score_references(decoder, &mut sequences)?;
         }
         let advantages = self.advantages(&episodes, &sequences)?;
+        // Not before: what an answer diverges by counts in its reward, in the loss or not.
+        for (sequence, (_, trajectory)) in sequences.iter_mut().zip(&episodes) {
+            if self.is_masked(trajectory) {
+                sequence.loss_mask.fill(false);
+            }
+        }
         let sequences = sequences
             .into_iter()
             .zip(&advantages.values)
@@ -180,27 +186,9 @@ impl GrpoTrainer {
         self.config.loss.kl_coef > 0.0 || self.config.reward_kl_coef > 0.0
     }
 
-    /// Returns the sequences of the episodes, without advantages; masked ones keep their place with
-    /// an empty mask.
-    fn sequences(&self, episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
-        episodes
-            .iter()
-            .map(|(_, trajectory)| {
-                let is_masked = self.config.mask_truncated && trajectory.is_truncated();
-                let trace = &trajectory.trace;
-                TrainSequence {
-                    tokens: trace.ids().to_vec(),
-                    loss_mask: trace
-                        .loss_mask()
-                        .iter()
-                        .map(|m| *m == 1 && !is_masked)
-                        .collect(),
-                    logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
-                    reference: None,
-                    advantage: 0.0,
-                }
-            })
-            .collect()
+    /// Returns whether an episode stays out of the loss, though it is in its group's statistics.
+    fn is_masked(&self, trajectory: &Trajectory) -> bool {
+        self.config.mask_truncated && trajectory.is_truncated()
     }
 
     /// Scores the sequences under the reference, which is the same model with its adapter off. It
@@ -332,6 +320,21 @@ impl GrpoTrainer {
         let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
         Ok((metrics, update))
     }
+}
+
+/// Returns the sequences of the episodes, without advantages.
+fn sequences(episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
+    let sequence = |(_, trajectory): &(usize, &Trajectory)| {
+        let trace = &trajectory.trace;
+        TrainSequence {
+            tokens: trace.ids().to_vec(),
+            loss_mask: trace.loss_mask().iter().map(|&mask| mask == 1).collect(),
+            logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
+            reference: None,
+            advantage: 0.0,
+        }
+    };
+    episodes.iter().map(sequence).collect()
 }
 
 fn step_metrics(

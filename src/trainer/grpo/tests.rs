@@ -108,7 +108,7 @@ fn advantages_of(
 ) -> Vec<Option<f64>> {
     let (trainer, _) = trainer(config);
     let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
-    let mut sequences = trainer.sequences(&episodes);
+    let mut sequences = sequences(&episodes);
     for (sequence, divergence) in sequences.iter_mut().zip(divergences) {
         let mut reference = sequence.logprobs.clone();
         *reference.last_mut().unwrap() -= divergence;
@@ -163,4 +163,29 @@ fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
     }
     // A weight is a weight: it is not normalised away.
     assert_ne!(of(1.0, 0.5), of(0.25, 0.5));
+}
+
+#[test]
+fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
+    let mut long = episode(0, &[3, 4, 5, 6], Some(1.0), &[]);
+    long.status = Status::Truncated;
+    let groups = [group(vec![long, episode(1, &[7, 8], Some(1.0), &[])])];
+    let config = GrpoConfig {
+        reward_kl_coef: 0.5,
+        mask_truncated: true,
+        ..config()
+    };
+    let (mut trainer, decoder) = trainer(config);
+    let metrics = trainer.step(&decoder, &groups).unwrap();
+    // The reference is the model itself: it diverges by what was sampled less what it says.
+    let episodes: Vec<_> = groups[0].trajectories.iter().map(|t| (0, t)).collect();
+    let mut scored = sequences(&episodes);
+    let (fresh, decoder) = self::trainer(trainer.config.clone());
+    fresh.score_references(&decoder, &mut scored).unwrap();
+    let divergences: Vec<f64> = scored.iter().map(TrainSequence::divergence).collect();
+    assert!(divergences.iter().all(|divergence| divergence.abs() > 0.01));
+    let mean = 1.0 - 0.5 * divergences.iter().sum::<f64>() / 2.0;
+    assert!((metrics.reward - mean).abs() < 1e-9, "{} {mean}", metrics.reward);
+    // The loss has the whole answer's tokens alone.
+    assert!(metrics.grad_norm > 0.0);
 }
