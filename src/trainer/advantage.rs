@@ -75,8 +75,11 @@ pub struct GroupMember<K> {
     pub group: K,
     /// Its reward; `None` if it could not be scored for reasons that are not the policy's.
     pub reward: Option<f64>,
-    /// Tokens in its loss. A sample without any tells nothing and leaves the statistics.
-    pub trainable_tokens: usize,
+    /// Tokens that were sampled. A sample without any tells nothing and leaves the statistics.
+    pub sampled_tokens: usize,
+    /// Tokens of it in the loss, which it counts by where statistics are over tokens. A sample that is
+    /// masked has none and is compared nevertheless.
+    pub loss_tokens: usize,
 }
 
 /// Advantages of a batch.
@@ -163,7 +166,7 @@ pub fn group_advantages<K: Ord>(
     if config.estimator == Estimator::ReinforcePlusPlusBaseline {
         let tokens: Vec<_> = members
             .iter()
-            .map(|member| member.trainable_tokens)
+            .map(|member| member.loss_tokens)
             .collect();
         values = whitened(&values, &tokens, config);
         for (value, &group) in values.iter_mut().zip(&batch.group_of) {
@@ -306,7 +309,7 @@ fn check_finite(rewards: &[Option<f64>]) -> Result<(), TrainerError> {
 }
 
 fn usable<K>(member: &GroupMember<K>) -> Option<f64> {
-    member.reward.filter(|_| member.trainable_tokens > 0)
+    member.reward.filter(|_| member.sampled_tokens > 0)
 }
 
 fn statistics(rewards: &[f64], is_sample_std: bool) -> GroupStatistics {
@@ -348,7 +351,8 @@ mod tests {
         let member = |&reward| GroupMember {
             group: 0,
             reward,
-            trainable_tokens: 1,
+            sampled_tokens: 1,
+            loss_tokens: 1,
         };
         rewards.iter().map(member).collect()
     }
@@ -463,7 +467,8 @@ mod tests {
             .map(|(sample, &reward)| GroupMember {
                 group: u8::try_from(sample / 4).unwrap(),
                 reward: Some(reward),
-                trainable_tokens: 1,
+                sampled_tokens: 1,
+            loss_tokens: 1,
             })
             .collect();
         let config = AdvantageConfig {
@@ -483,7 +488,8 @@ mod tests {
         let member = |(sample, &reward): (usize, &f64)| GroupMember {
             group: sample / 2,
             reward: Some(reward),
-            trainable_tokens: [1, 3, 2, 2][sample],
+            sampled_tokens: 4,
+            loss_tokens: [1, 3, 2, 2][sample],
         };
         let members: Vec<_> = rewards.iter().enumerate().map(member).collect();
         let config = AdvantageConfig {
@@ -495,6 +501,18 @@ mod tests {
         let mean = tokens.iter().sum::<f64>() / 8.0;
         let squares: f64 = tokens.iter().map(|x| (x - mean) * (x - mean)).sum();
         let std = (squares / 7.0).sqrt();
+        let expected = [0.5, -0.5, 0.25, -0.25].map(|x| (x - mean) / (std + 1e-4));
+        let found: Vec<_> = found.into_iter().flatten().collect();
+        assert_close(&found, &expected, 1e-12);
+
+        // A masked sample is compared, but the tokens of the loss alone are whitened.
+        let mut masked = members;
+        masked[1].loss_tokens = 0;
+        let found = group_advantages(&masked, config).unwrap().values;
+        let of_loss = [(0.5, 1.0), (0.25, 2.0), (-0.25, 2.0)];
+        let mean = of_loss.iter().map(|(x, n)| x * n).sum::<f64>() / 5.0;
+        let squares: f64 = of_loss.iter().map(|(x, n)| n * (x - mean).powi(2)).sum();
+        let std = (squares / 4.0).sqrt();
         let expected = [0.5, -0.5, 0.25, -0.25].map(|x| (x - mean) / (std + 1e-4));
         let found: Vec<_> = found.into_iter().flatten().collect();
         assert_close(&found, &expected, 1e-12);
@@ -556,10 +574,11 @@ mod tests {
         let case = golden("adv_ignore_zero_action_sibling");
         let members: Vec<_> = [(100.0, 0), (1.0, 2), (3.0, 4)]
             .into_iter()
-            .map(|(reward, trainable_tokens)| GroupMember {
+            .map(|(reward, tokens)| GroupMember {
                 group: 0,
                 reward: Some(reward),
-                trainable_tokens,
+                sampled_tokens: tokens,
+                loss_tokens: tokens,
             })
             .collect();
         let config = AdvantageConfig {
@@ -582,7 +601,8 @@ mod tests {
             .map(|(&reward, id)| GroupMember {
                 group: id.as_str().unwrap(),
                 reward: Some(reward),
-                trainable_tokens: 1,
+                sampled_tokens: 1,
+            loss_tokens: 1,
             })
             .collect();
         let config = AdvantageConfig {

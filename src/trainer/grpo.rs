@@ -241,7 +241,12 @@ impl GrpoTrainer {
             .map(|(index, (group, trajectory))| GroupMember {
                 group: *group,
                 reward: (trajectory.reward).map(|reward| reward + taken_off(index)),
-                trainable_tokens: trajectory.trace.sampled_len(),
+                sampled_tokens: trajectory.trace.sampled_len(),
+                loss_tokens: if self.is_masked(trajectory) {
+                    0
+                } else {
+                    trajectory.trace.sampled_len()
+                },
             })
             .collect();
         let Some(weights) = &config.decoupled else {

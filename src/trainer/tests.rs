@@ -462,7 +462,8 @@ fn a_bandit_learns_its_token_in_fifty_steps(
             .map(|&(token, _)| GroupMember {
                 group: 0,
                 reward: Some(f64::from(u8::from(token == ARM))),
-                trainable_tokens: 1,
+                sampled_tokens: 1,
+                loss_tokens: 1,
             })
             .collect();
         let advantages = group_advantages(&members, AdvantageConfig::default()).unwrap();

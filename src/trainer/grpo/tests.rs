@@ -145,7 +145,8 @@ fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
         .map(|episode| GroupMember {
             group: 0,
             reward: episode.reward,
-            trainable_tokens: 1,
+            sampled_tokens: 1,
+            loss_tokens: 1,
         })
         .collect();
     for (overlong, kl) in [(1.0, 0.5), (0.25, 0.5), (1.0, 2.0)] {
