@@ -169,13 +169,7 @@ pub fn group_advantages<K: Ord>(
             .map(|member| member.loss_tokens)
             .collect();
         values = whitened(&values, &tokens, config);
-        for (value, &group) in values.iter_mut().zip(&batch.group_of) {
-            if let Some(value) = value
-                && groups[group].is_flat
-            {
-                *value = 0.0;
-            }
-        }
+        batch.clear(&mut values, |group| groups[group].is_flat);
     }
     Ok(Advantages { values, groups })
 }
@@ -195,6 +189,7 @@ pub fn decoupled_advantages<K: Ord>(
 ) -> Result<Advantages, TrainerError> {
     let batch = Batch::new(members)?;
     let mut sums = map_rewards(&batch.rewards, |_, _| 0.0);
+    let mut is_flat = vec![true; batch.groups];
     for (weight, rewards) in parts {
         let part: Vec<Option<f64>> = (batch.rewards.iter().zip(rewards))
             .map(|(reward, part)| reward.map(|_| *part))
@@ -205,13 +200,18 @@ pub fn decoupled_advantages<K: Ord>(
             let group = &groups[batch.group_of[sample]];
             if let (Some(sum), Some(reward)) = (sum, part[sample])
                 && !group.is_flat
+                && *weight != 0.0
             {
+                is_flat[batch.group_of[sample]] = false;
                 *sum += weight * (reward - group.mean) / (group.std + config.eps);
             }
         }
     }
+    let mut values = whitened(&sums, &vec![1; members.len()], config);
+    // Their mean may differ from 0 by rounding, which is no reason to learn from these.
+    batch.clear(&mut values, |group| is_flat[group]);
     Ok(Advantages {
-        values: whitened(&sums, &vec![1; members.len()], config),
+        values,
         groups: batch.statistics(&batch.rewards, config),
     })
 }
@@ -259,6 +259,17 @@ impl Batch {
             .iter()
             .map(|rewards| statistics(rewards, config.is_sample_std))
             .collect()
+    }
+
+    /// Sets the values of samples of some groups to 0.
+    fn clear(&self, values: &mut [Option<f64>], is_cleared: impl Fn(usize) -> bool) {
+        for (value, &group) in values.iter_mut().zip(&self.group_of) {
+            if let Some(value) = value
+                && is_cleared(group)
+            {
+                *value = 0.0;
+            }
+        }
     }
 
     /// Returns mean and standard deviation of the samples beside `sample` in its group.
@@ -533,6 +544,27 @@ mod tests {
         let found: Vec<_> = apart.values.into_iter().flatten().collect();
         let expected = case.floats("expected", "normalize_then_sum_gdpo");
         assert_close(&found, &expected, 1e-6);
+    }
+
+    #[test]
+    fn a_group_that_is_flat_in_every_part_has_advantage_exactly_zero() {
+        let rewards = [0.1, 0.7, 0.2, 0.4, 0.4, 0.4];
+        let member = |(sample, &reward): (usize, &f64)| GroupMember {
+            group: sample / 3,
+            reward: Some(reward),
+            sampled_tokens: 1,
+            loss_tokens: 1,
+        };
+        let members: Vec<_> = rewards.iter().enumerate().map(member).collect();
+        let parts = [
+            (0.3, rewards.to_vec()),
+            (0.9, vec![0.3, 0.1, 0.1, 0.6, 0.6, 0.6]),
+            // Of no weight, so it tells nothing.
+            (0.0, vec![0.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
+        ];
+        let found = decoupled_advantages(&members, &parts, AdvantageConfig::default()).unwrap();
+        assert_eq!(found.values[3..], [Some(0.0); 3]);
+        assert!(found.values[..3].iter().all(|value| *value != Some(0.0)));
     }
 
     #[test]
