@@ -327,13 +327,16 @@ impl GrpoTrainer {
     }
 }
 
-/// Returns the sequences of the episodes, without advantages.
+/// Returns the sequences of the episodes, without advantages; those without a reward keep their place
+/// with an empty mask, as they leave the step and are not worth a pass.
 fn sequences(episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
     let sequence = |(_, trajectory): &(usize, &Trajectory)| {
         let trace = &trajectory.trace;
         TrainSequence {
             tokens: trace.ids().to_vec(),
-            loss_mask: trace.loss_mask().iter().map(|&mask| mask == 1).collect(),
+            loss_mask: (trace.loss_mask().iter())
+                .map(|&mask| mask == 1 && trajectory.reward.is_some())
+                .collect(),
             logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
             reference: None,
             advantage: 0.0,

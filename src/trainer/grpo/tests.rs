@@ -190,3 +190,17 @@ fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
     // The loss has the whole answer's tokens alone.
     assert!(metrics.grad_norm > 0.0);
 }
+
+#[test]
+fn an_episode_without_a_reward_is_not_run() {
+    let trajectories = [
+        episode(0, &[3, 4], None, &[]),
+        episode(1, &[7, 8], Some(1.0), &[]),
+    ];
+    let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
+    let mut scored = sequences(&episodes);
+    let (trainer, decoder) = trainer(config());
+    trainer.score_references(&decoder, &mut scored).unwrap();
+    assert_eq!(scored[0].reference, None);
+    assert!(scored[1].reference.is_some());
+}
