@@ -63,7 +63,7 @@ fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
 }
 
 /// Returns the weights of the parts that a reward can have.
-fn part_weights(terms: &RewardTerms) -> Vec<(String, f64)> {
+pub(super) fn part_weights(terms: &RewardTerms) -> Vec<(String, f64)> {
     let own = [
         "passed",
         "fuel",

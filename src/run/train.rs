@@ -416,9 +416,11 @@ fn store<'a>(
 }
 
 /// Refuses episodes of which none could be scored: going on would learn nothing, in silence.
-pub(super) fn check_scored(groups: &[RolloutGroup]) -> Result<(), RunError> {
+pub(super) fn check_scored<'a>(
+    groups: impl IntoIterator<Item = &'a RolloutGroup>,
+) -> Result<(), RunError> {
     let mut reason = None;
-    for trajectory in groups.iter().flat_map(|group| &group.trajectories) {
+    for trajectory in groups.into_iter().flat_map(|group| &group.trajectories) {
         if trajectory.reward.is_some() {
             return Ok(());
         }
