@@ -1,6 +1,6 @@
 //! What can stop a run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::chat::ChatError;
 use crate::config::ConfigError;
@@ -87,12 +87,25 @@ pub enum RunError {
     },
     /// The run is done.
     #[error(
-        "the run in `{path}` is done; to go on from what it made, start another with \
-         `--model {path}/final`"
+        "the run in `{path}` is done; give it further steps with `--set trainer.steps=N`, or start \
+         another from what it made with `--model {path}/final`"
     )]
     Finished {
         /// The folder.
         path: PathBuf,
+    },
+    /// A run's random numbers are named by its seed, so it cannot go on with another.
+    #[error(
+        "the run in `{path}` has seed {expected}, not {found}, and cannot go on with another; leave \
+         `seed` out, or start a new run"
+    )]
+    SeedChanged {
+        /// The run folder.
+        path: PathBuf,
+        /// The seed asked for.
+        found: u64,
+        /// The run's own.
+        expected: u64,
     },
     /// What a checkpoint says of the run's place cannot be read.
     #[error("checkpoint `{path}` does not say where the run stands: {source}")]
@@ -132,7 +145,7 @@ pub enum RunError {
     },
 
     /// The run was asked to stop.
-    #[error("stopped after step {step}; `wardian train --resume {path}` goes on from there")]
+    #[error("{}", stopped(*step, path))]
     Stopped {
         /// Steps done and saved.
         step: usize,
@@ -187,6 +200,7 @@ impl RunError {
             | Self::FolderInUse { .. }
             | Self::NoRun { .. }
             | Self::Finished { .. }
+            | Self::SeedChanged { .. }
             | Self::Progress { .. }
             | Self::Device { .. }
             | Self::Write { .. }
@@ -200,6 +214,16 @@ impl RunError {
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }
             ),
             Self::NothingScored { .. } | Self::Stopped { .. } | Self::Toml(_) => false,
+        }
+    }
+}
+
+fn stopped(step: usize, path: &Path) -> String {
+    let path = path.display();
+    match step {
+        0 => format!("stopped before the first step; `wardian train --resume {path}` starts again"),
+        _ => {
+            format!("stopped after step {step}; `wardian train --resume {path}` goes on from there")
         }
     }
 }

@@ -10,6 +10,7 @@ mod draw;
 mod error;
 mod evaluate;
 mod folder;
+mod metrics;
 mod policy;
 mod sft;
 mod sinks;

@@ -164,10 +164,7 @@ pub fn group_advantages<K: Ord>(
         value(reward, &groups[group], others)
     });
     if config.estimator == Estimator::ReinforcePlusPlusBaseline {
-        let tokens: Vec<_> = members
-            .iter()
-            .map(|member| member.loss_tokens)
-            .collect();
+        let tokens: Vec<_> = members.iter().map(|member| member.loss_tokens).collect();
         values = whitened(&values, &tokens, config);
         batch.clear(&mut values, |group| groups[group].is_flat);
     }
@@ -479,7 +476,7 @@ mod tests {
                 group: u8::try_from(sample / 4).unwrap(),
                 reward: Some(reward),
                 sampled_tokens: 1,
-            loss_tokens: 1,
+                loss_tokens: 1,
             })
             .collect();
         let config = AdvantageConfig {
@@ -634,7 +631,7 @@ mod tests {
                 group: id.as_str().unwrap(),
                 reward: Some(reward),
                 sampled_tokens: 1,
-            loss_tokens: 1,
+                loss_tokens: 1,
             })
             .collect();
         let config = AdvantageConfig {

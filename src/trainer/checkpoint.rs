@@ -20,6 +20,7 @@ use crate::engine::model::{
     Decoder, LoraAdapter, load_weights, read_safetensors, write_safetensors,
 };
 
+const PARTIAL: &str = ".partial-";
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -67,7 +68,7 @@ pub fn save_checkpoint(
     let folder = run.join(FOLDER);
     fs::create_dir_all(&folder).map_err(|source| io_error(&folder, source))?;
     let partial = tempfile::Builder::new()
-        .prefix(".partial-")
+        .prefix(PARTIAL)
         .permissions(Permissions::from_mode(0o777)) // less the umask
         .tempdir_in(&folder)
         .map_err(|source| io_error(&folder, source))?;
@@ -98,6 +99,26 @@ pub fn save_checkpoint(
     fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
     flush(&folder)?;
     Ok(target)
+}
+
+/// Removes what saving left behind when the process was killed in the middle of it.
+///
+/// # Errors
+///
+/// Fails if the folder cannot be read or something cannot be removed.
+pub fn remove_partial_checkpoints(run: &Path) -> Result<(), TrainerError> {
+    let folder = run.join(FOLDER);
+    if !folder.exists() {
+        return Ok(());
+    }
+    for entry in fs::read_dir(&folder).map_err(|source| io_error(&folder, source))? {
+        let path = entry.map_err(|source| io_error(&folder, source))?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        if name.is_some_and(|name| name.starts_with(PARTIAL)) {
+            fs::remove_dir_all(&path).map_err(|source| io_error(&path, source))?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes all but the `keep` newest checkpoints of a run.

@@ -235,7 +235,9 @@ impl GrpoTrainer {
         }
         let taken_off = |index: usize| -> f64 {
             let penalties = penalties.iter();
-            penalties.map(|(weight, values)| weight * values[index]).sum()
+            penalties
+                .map(|(weight, values)| weight * values[index])
+                .sum()
         };
         let members: Vec<GroupMember<usize>> = (episodes.iter().enumerate())
             .map(|(index, (group, trajectory))| GroupMember {

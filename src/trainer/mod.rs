@@ -22,7 +22,7 @@ pub use advantage::{
 pub use batch::{MicroBatch, TrainSequence, pack};
 pub use checkpoint::{
     TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,
-    save_checkpoint,
+    remove_partial_checkpoints, save_checkpoint,
 };
 pub use error::TrainerError;
 pub use gradient::{

@@ -214,7 +214,9 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
     // Without a checkpoint on the way, what is saved is saved because of the signal.
-    let settings = ["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
+    // The signal comes while the second step is measured, and is not hidden by `-q`.
+    let mut settings = vec!["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
+    settings.extend(["--set", "eval.every=2", "-q"]);
     train(&whole, &settings);
     let output = interrupt(&stopped, &settings, "-TERM");
     let messages = String::from_utf8_lossy(&output.stderr);
@@ -224,17 +226,50 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
         .expect("a checkpoint")
         .count();
     assert_eq!(saved, 1);
+    // Another seed would be another run.
+    refused(&stopped, &["--set", "seed=4"], "has seed 3, not 4");
+    // As a crash in the middle of saving leaves it.
+    let partial = stopped.join("checkpoints/.partial-x");
+    fs_err::create_dir(&partial).expect("a folder");
     wardian(&["train", "--resume", stopped.to_str().expect("UTF-8")]);
+    assert!(!partial.exists());
     assert_same_run(&whole, &stopped, "model.safetensors");
 
     // It is done now.
+    refused(&stopped, &[], "is done");
+}
+
+#[test]
+fn a_run_that_is_done_takes_further_steps() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (whole, extended) = (folder.path().join("whole"), folder.path().join("extended"));
+    let measured = ["--set", "eval.every=2", "--set", "trainer.save_every=0"];
+    train(
+        &whole,
+        &[&measured[..], &["--set", "trainer.steps=6"]].concat(),
+    );
+    train(
+        &extended,
+        &[&measured[..], &["--set", "trainer.steps=4"]].concat(),
+    );
+    assert_eq!(json(&extended.join("summary.json"))["steps"], 4);
+    let run = extended.to_str().expect("UTF-8");
+    wardian(&["train", "--resume", run, "--set", "trainer.steps=6"]);
+    assert_eq!(json(&extended.join("summary.json"))["steps"], 6);
+    assert_same_run(&whole, &extended, "model.safetensors");
+}
+
+/// Resumes a run and expects it to be refused.
+fn refused(run: &Path, extra: &[&str], expected: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
         .args(["train", "--resume"])
-        .arg(&stopped)
+        .arg(run)
+        .args(extra)
         .output()
         .expect("the binary starts");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("is done"));
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{messages}");
+    assert!(messages.contains(expected), "{messages}");
 }
 
 /// Compares weights, episodes and what was measured.
@@ -250,17 +285,11 @@ fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
         };
         assert_eq!(traces(whole), traces(resumed), "step {step}");
     }
-    let rows = |run: &Path| -> Vec<(Value, Value, Value)> {
+    let rows = |run: &Path| -> Vec<[Value; 4]> {
         let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
         text.lines()
             .map(|line| serde_json::from_str::<Value>(line).expect("a JSON line"))
-            .map(|row| {
-                (
-                    row["step"].clone(),
-                    row["loss"].clone(),
-                    row["num_tokens"].clone(),
-                )
-            })
+            .map(|row| ["step", "loss", "num_tokens", "eval/pass_at_1"].map(|key| row[key].clone()))
             .collect()
     };
     assert_eq!(rows(whole), rows(resumed));

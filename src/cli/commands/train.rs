@@ -129,7 +129,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
         Err(error @ RunError::Stopped { .. }) => {
             training.finish();
-            printer.note(&capitalized(&error.to_string()));
+            printer.notice(&capitalized(&error.to_string()));
             return Ok(ExitStatus::Stopped);
         }
         summary => summary.map_err(Failure::from)?,

@@ -124,7 +124,12 @@ fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
         .zip(lengths)
         .map(|(sample, length)| {
             let passed = f64::from(sample % 2);
-            episode(sample, &vec![3; length], Some(passed), &[("passed", passed)])
+            episode(
+                sample,
+                &vec![3; length],
+                Some(passed),
+                &[("passed", passed)],
+            )
         })
         .collect();
     let divergences = [0.3, -0.1, 0.2, 0.0];
@@ -186,7 +191,11 @@ fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
     let divergences: Vec<f64> = scored.iter().map(TrainSequence::divergence).collect();
     assert!(divergences.iter().all(|divergence| divergence.abs() > 0.01));
     let mean = 1.0 - 0.5 * divergences.iter().sum::<f64>() / 2.0;
-    assert!((metrics.reward - mean).abs() < 1e-9, "{} {mean}", metrics.reward);
+    assert!(
+        (metrics.reward - mean).abs() < 1e-9,
+        "{} {mean}",
+        metrics.reward
+    );
     // The loss has the whole answer's tokens alone.
     assert!(metrics.grad_norm > 0.0);
 }
