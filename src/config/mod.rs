@@ -1,4 +1,5 @@
-//! The run file: defaults < preset < file < `--set`, validated with key paths.
+//! The run file: defaults < file < `--set`, a preset right below the one that names it; validated with
+//! key paths.
 //!
 //! A run is described by one TOML file, `run.toml`, and read with [`RunConfig::load`]. Every key has
 //! a default except `model.path` and `task.path`; a [`Preset`] replaces defaults, and
@@ -48,8 +49,8 @@ pub use preset::Preset;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
-    /// Settings of a paper or another trainer to start from; every other key goes before them; none
-    /// unless given.
+    /// Settings of a paper or another trainer to start from; none unless given. Named in a file, they
+    /// lie under all its other keys; named by `--set`, over the file and under every other `--set`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<Preset>,
     /// Seeds task order, sampling, adapter initialization and bootstrap; 0 unless given.

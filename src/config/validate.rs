@@ -417,6 +417,16 @@ impl RunConfig {
             trainer.overlong_margin,
             "make it at most `trainer.overlong_limit`",
         );
+        let longest = self.rollout.max_total_tokens;
+        issues.require(
+            trainer.overlong_limit.is_none_or(|limit| limit <= longest),
+            "trainer.overlong_limit",
+            trainer.overlong_limit.unwrap_or_default(),
+            &format!(
+                "make it at most `rollout.max_total_tokens` ({longest}): no answer gets longer, so none \
+                 would lose what it should"
+            ),
+        );
     }
 
     fn validate_eval(&self, issues: &mut Issues) {
