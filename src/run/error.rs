@@ -43,7 +43,7 @@ pub enum RunError {
     },
     /// Tasks to measure on are also learned from.
     #[error(
-        "{count} tasks, `{id}` among them, are learned from and measured on; set \
+        "`{id}` is learned from and measured on, one of {count} such; set \
          `task.eval_path`, or `task.split` and `task.eval_split`, so that they differ"
     )]
     NotHeldOut {
