@@ -328,6 +328,19 @@ pub struct TrainerConfig {
     /// Added to the standard deviation that advantages are divided by; 1e-4 unless given, as in TRL;
     /// verl has 1e-6.
     pub advantage_epsilon: f64,
+    /// With `advantage = "gae"` or `"reinforce_plus_plus"`, the factor of what the next sampled token
+    /// earns; 1 unless given.
+    pub gamma: f64,
+    /// With `advantage = "gae"`, how far estimates look past the next value, from 0, which trusts values
+    /// alone, to 1, which trusts rewards alone; 0.95 unless given. verl has 1.
+    pub gae_lambda: f64,
+    /// The value head's step size, which moves with `learning_rate`'s schedule; 1e-4 unless given.
+    pub value_learning_rate: f64,
+    /// How far a value may move in a step before its loss stops falling; 0.2 unless given.
+    pub value_clip: f64,
+    /// What the value loss is multiplied by on its way into the policy's weights; 0 unless given, which
+    /// trains the value head alone.
+    pub value_trunk_coef: f64,
     /// Whether parts of the reward are summed before they are compared, or each compared by itself;
     /// `sum` unless given.
     pub reward_aggregation: RewardAggregation,
@@ -441,6 +454,11 @@ impl Default for TrainerConfig {
             advantage: AdvantageEstimator::Group,
             scale_rewards: ScaleRewards::Group,
             advantage_epsilon: 1e-4,
+            gamma: 1.0,
+            gae_lambda: 0.95,
+            value_learning_rate: 1e-4,
+            value_clip: 0.2,
+            value_trunk_coef: 0.0,
             reward_aggregation: RewardAggregation::Sum,
             clip_low: 0.2,
             clip_high: 0.28,
@@ -553,6 +571,20 @@ pub enum AdvantageEstimator {
     MaxRl,
     /// The mean of its group, whitened over the step's tokens (arXiv:2501.03262).
     ReinforcePlusPlusBaseline,
+    /// Nothing: each token has what the episode still earns, whitened over the step's tokens
+    /// (REINFORCE++, arXiv:2501.03262). With `kl_in_reward` each token pays for its own divergence.
+    ReinforcePlusPlus,
+    /// What a value head expects: each token has its generalised advantage estimate
+    /// (arXiv:1506.02438), whitened over the step's tokens: PPO.
+    Gae,
+}
+
+impl AdvantageEstimator {
+    /// Returns whether tokens are credited one by one, rather than episodes compared with their group.
+    #[must_use]
+    pub fn is_token_level(self) -> bool {
+        matches!(self, Self::ReinforcePlusPlus | Self::Gae)
+    }
 }
 
 /// How rewards are scaled into advantages, after their group's mean is taken off.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::{ConfigError, Issue, RunConfig, TrainMode};
+use super::{ConfigError, Issue, RewardAggregation, RunConfig, TrainMode};
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -115,8 +115,13 @@ impl RunConfig {
 
     fn validate_rollout(&self, issues: &mut Issues) {
         let rollout = &self.rollout;
+        let least = if self.trainer.advantage.is_token_level() {
+            1
+        } else {
+            2
+        };
         issues.require(
-            (2..=MAX_COUNT).contains(&rollout.group_size),
+            (least..=MAX_COUNT).contains(&rollout.group_size),
             "rollout.group_size",
             rollout.group_size,
             "make it at least 2: a sample is judged against its group",
@@ -353,15 +358,32 @@ impl RunConfig {
                 trainer.sampler_correction_max,
             ),
             ("trainer.max_kl_sample_train", trainer.max_kl_sample_train),
+            ("trainer.value_learning_rate", trainer.value_learning_rate),
+            ("trainer.value_clip", trainer.value_clip),
         ] {
             issues.require_positive(key, value);
         }
         for (key, value) in [
             ("trainer.dppo_kl", trainer.dppo_kl),
             ("trainer.overlong_weight", trainer.overlong_weight),
+            ("trainer.value_trunk_coef", trainer.value_trunk_coef),
         ] {
             issues.require_not_negative(key, value);
         }
+        for (key, factor) in [
+            ("trainer.gamma", trainer.gamma),
+            ("trainer.gae_lambda", trainer.gae_lambda),
+        ] {
+            let holds = (0.0..=1.0).contains(&factor);
+            issues.require(holds, key, factor, "make it from 0 to 1");
+        }
+        issues.require(
+            !trainer.advantage.is_token_level()
+                || trainer.reward_aggregation == RewardAggregation::Sum,
+            "trainer.reward_aggregation",
+            "gdpo",
+            "make it `sum`: with this `trainer.advantage` rewards are not compared within groups",
+        );
         issues.require(
             (0.0..=trainer.cispo_max).contains(&trainer.cispo_min),
             "trainer.cispo_min",

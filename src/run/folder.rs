@@ -227,7 +227,7 @@ mod tests {
         folder.metrics.write_all(b"{\"step\": 2, \"cut").unwrap();
         let mut folder = RunFolder::reopen(&root, 2, 1, "seed = 1\n", &log).unwrap();
         let kept = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
-        let measured = r#"{"eval/pass_at_1":0.5,"step":1}"#;
+        let measured = r#"{"step":1,"eval/pass_at_1":0.5}"#;
         assert_eq!(
             kept,
             format!("{{\"step\":1}}\n{measured}\n{{\"step\":2}}\n")

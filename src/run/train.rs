@@ -8,7 +8,7 @@ use std::time::Instant;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 
-use super::algorithm::{grpo_config, optimizer_config, schedule};
+use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::draw::TaskDraws;
 use super::evaluate::evaluate;
 use super::folder::RunFolder;
@@ -101,6 +101,7 @@ impl Run<'_> {
             self.out,
             &self.policy.decoder,
             self.trainer.optimizer(),
+            self.trainer.critic(),
             &state,
             Some(&self.policy.source),
         )?;
@@ -261,6 +262,7 @@ fn begin<'a>(
 ) -> Result<Run<'a>, RunError> {
     let out = options.out;
     let mut optimizer = AdamW::new(&policy.decoder, optimizer_config(config))?;
+    let mut critic = critic(config, policy);
     let checkpoint = if options.resume {
         remove_partial_checkpoints(out)?;
         latest_checkpoint(out)?
@@ -269,7 +271,7 @@ fn begin<'a>(
     };
     let restored = match &checkpoint {
         Some(path) => {
-            let state = load_checkpoint(path, &policy.decoder, &mut optimizer)?;
+            let state = load_checkpoint(path, &policy.decoder, &mut optimizer, critic.as_mut())?;
             if state.seed != config.seed {
                 return Err(RunError::SeedChanged {
                     path: out.to_owned(),
@@ -308,7 +310,7 @@ fn begin<'a>(
         policy,
         out,
         folder,
-        trainer: trainer.resume_after(step.unwrap_or(0)),
+        trainer: trainer.with_critic(critic).resume_after(step.unwrap_or(0)),
         wall_before: progress.wall_s,
         progress,
         step: step.unwrap_or(0),

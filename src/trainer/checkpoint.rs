@@ -1,8 +1,8 @@
 //! Saving and resuming: `checkpoints/step-N/`.
 //!
 //! A checkpoint folder holds the weights (`model.safetensors` and `config.json`, or an adapter that PEFT
-//! loads), the optimizer's moments (`optimizer.safetensors`) and `state.json`. It is written under
-//! another name, flushed to disk and renamed, so that a folder with the right name is complete.
+//! loads), the optimizer's moments (`optimizer.safetensors`), PPO's value head
+//! (`value_head.safetensors`) and `state.json`. It is written under another name, flushed to disk and renamed, so that a folder with the right name is complete.
 
 use std::collections::HashMap;
 use std::fs::Permissions;
@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use super::TrainerError;
 use super::optim::AdamW;
+use super::value::ValueHead;
 use crate::engine::model::{
     Decoder, LoraAdapter, load_weights, read_safetensors, write_safetensors,
 };
@@ -62,6 +63,7 @@ pub fn save_checkpoint(
     run: &Path,
     decoder: &Decoder,
     optimizer: &AdamW,
+    critic: Option<&ValueHead>,
     state: &TrainState,
     base_model: Option<&str>,
 ) -> Result<PathBuf, TrainerError> {
@@ -79,6 +81,9 @@ pub fn save_checkpoint(
         None => decoder.save(path)?,
     }
     write_safetensors(&path.join(OPTIMIZER), &optimizer.state()?)?;
+    if let Some(critic) = critic {
+        critic.save(path)?;
+    }
     let file = StateFile {
         format: FORMAT,
         is_adapter: adapter.is_some(),
@@ -184,7 +189,7 @@ pub fn latest_checkpoint(run: &Path) -> Result<Option<PathBuf>, TrainerError> {
     Ok(step.map(|step| run.join(FOLDER).join(format!("step-{step}"))))
 }
 
-/// Sets the decoder's variables and the optimizer's moments from a checkpoint folder.
+/// Sets the decoder's variables, the optimizer's moments and the value head, if there is one, from a checkpoint folder.
 ///
 /// # Errors
 ///
@@ -194,6 +199,7 @@ pub fn load_checkpoint(
     path: &Path,
     decoder: &Decoder,
     optimizer: &mut AdamW,
+    critic: Option<&mut ValueHead>,
 ) -> Result<TrainState, TrainerError> {
     let state_path = path.join(STATE);
     let text = fs::read_to_string(&state_path).map_err(|source| io_error(&state_path, source))?;
@@ -235,5 +241,8 @@ pub fn load_checkpoint(
         decoder.set_variables(&load_weights(path, decoder.config(), wide, &Device::Cpu)?)?;
     }
     optimizer.restore(&moments, file.optimizer_steps)?;
+    if let Some(critic) = critic {
+        critic.load(path)?;
+    }
     Ok(file.state)
 }

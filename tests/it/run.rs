@@ -198,6 +198,14 @@ fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
     ],
     "adapter_model.safetensors"
 )]
+#[case::a_value_head(
+    &[
+        "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
+        "--set", "trainer.advantage=gae", "--set", "trainer.value_trunk_coef=0.1",
+        "--set", "trainer.num_iterations=2",
+    ],
+    "model.safetensors"
+)]
 fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] weights: &str) {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
@@ -285,11 +293,20 @@ fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
         };
         assert_eq!(traces(whole), traces(resumed), "step {step}");
     }
-    let rows = |run: &Path| -> Vec<[Value; 4]> {
+    let rows = |run: &Path| -> Vec<[Value; 5]> {
         let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
         text.lines()
             .map(|line| serde_json::from_str::<Value>(line).expect("a JSON line"))
-            .map(|row| ["step", "loss", "num_tokens", "eval/pass_at_1"].map(|key| row[key].clone()))
+            .map(|row| {
+                [
+                    "step",
+                    "loss",
+                    "num_tokens",
+                    "eval/pass_at_1",
+                    "critic/vf_loss",
+                ]
+                .map(|key| row[key].clone())
+            })
             .collect()
     };
     assert_eq!(rows(whole), rows(resumed));

@@ -7,10 +7,12 @@ use super::advantage::{
     AdvantageConfig, Advantages, GroupMember, decoupled_advantages, group_advantages,
 };
 use super::batch::{MicroBatch, TrainSequence, pack};
-use super::gradient::{PassConfig, accumulate_policy_gradient, score_micro_batch};
+use super::credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
+use super::gradient::{PassConfig, accumulate_actor_critic_gradient, score_micro_batch};
 use super::loss::{LossConfig, LossMetrics, Surrogate};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
 use super::shaping::OverlongPenalty;
+use super::value::ValueHead;
 use crate::engine::model::{Adapters, Decoder};
 use crate::rollout::RolloutGroup;
 use crate::trajectory::Trajectory;
@@ -23,6 +25,8 @@ pub struct GrpoConfig {
     /// Weights of the parts of the reward by name, if each is to be normalised by itself (GDPO)
     /// instead of their sum.
     pub decoupled: Option<Vec<(String, f64)>>,
+    /// How tokens are credited one by one, rather than by a comparison with their group.
+    pub token_level: Option<TokenLevel>,
     /// What long answers lose.
     pub overlong: Option<OverlongPenalty>,
     /// What the reward loses for each nat by which an answer's tokens diverge from the reference, by
@@ -44,6 +48,43 @@ pub struct GrpoConfig {
     pub max_kl_sample_train: f64,
     /// Whether episodes that a limit cut off leave the loss.
     pub mask_truncated: bool,
+}
+
+/// How tokens are credited one by one. What the reward loses by diverging from the reference it then
+/// loses token by token, and advantages are whitened over the tokens of the step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TokenLevel {
+    /// By generalised advantage estimates over a value head's values: PPO.
+    Gae(Discount),
+    /// By discounted returns: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
+    Returns {
+        /// Factor of what the next token earns.
+        gamma: f64,
+    },
+}
+
+/// What a step did to the value head; the names in a log are verl's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct ValueMetrics {
+    /// The value loss of the first pass.
+    #[serde(rename = "critic/vf_loss")]
+    pub loss: f64,
+    /// Share of values whose bound held.
+    #[serde(rename = "critic/vf_clipfrac")]
+    pub clipped: f64,
+    /// Share of the returns' variance that the values before the step explain: 1 for perfect values, 0
+    /// for any constant, below 0 for worse.
+    #[serde(rename = "critic/vf_explained_var")]
+    pub explained_variance: f64,
+    /// Mean value before the step.
+    #[serde(rename = "critic/values/mean")]
+    pub mean: f64,
+    /// Mean return.
+    #[serde(rename = "critic/returns/mean")]
+    pub returns: f64,
+    /// Norm of the value head's gradient before clipping.
+    #[serde(rename = "critic/grad_norm")]
+    pub grad_norm: f64,
 }
 
 /// What one step did; the names in a log are TRL's.
@@ -92,6 +133,9 @@ pub struct StepMetrics {
     /// Mean ratio of the policy to the one before the step; 1 where a pass is the first.
     #[serde(rename = "ratio/mean")]
     pub ratio_mean: f64,
+    /// What it did to the value head, where there is one.
+    #[serde(flatten)]
+    pub value: Option<ValueMetrics>,
 }
 
 /// The owner of the optimizer: updates a policy from groups of episodes.
@@ -100,6 +144,7 @@ pub struct GrpoTrainer {
     config: GrpoConfig,
     schedule: LrSchedule,
     optimizer: AdamW,
+    critic: Option<ValueHead>,
     step: usize,
 }
 
@@ -110,14 +155,36 @@ impl GrpoTrainer {
             config,
             schedule,
             optimizer,
+            critic: None,
             step: 0,
         }
+    }
+
+    /// Learns values, too, with `critic`; [`TokenLevel::Gae`] needs it.
+    #[must_use]
+    pub fn with_critic(self, critic: Option<ValueHead>) -> Self {
+        Self { critic, ..self }
+    }
+
+    /// Returns the value head, for a checkpoint.
+    pub fn critic(&self) -> Option<&ValueHead> {
+        self.critic.as_ref()
     }
 
     /// Goes on after `step` steps of a run whose optimizer this one is.
     #[must_use]
     pub fn resume_after(self, step: usize) -> Self {
         Self { step, ..self }
+    }
+
+    /// Returns its settings.
+    pub fn config(&self) -> &GrpoConfig {
+        &self.config
+    }
+
+    /// Returns how its step size moves.
+    pub fn schedule(&self) -> &LrSchedule {
+        &self.schedule
     }
 
     /// Returns the optimizer, for a checkpoint.
@@ -155,6 +222,7 @@ impl GrpoTrainer {
                 sequence.loss_mask.fill(false);
             }
         }
+        let mut values = self.credit(decoder, &episodes, &mut sequences)?;
         let sequences = sequences
             .into_iter()
             .zip(&advantages.values)
@@ -171,7 +239,12 @@ impl GrpoTrainer {
         let mut first = None;
         for _ in 0..self.config.iterations {
             let is_first = first.is_none();
-            let (metrics, update) = self.pass(decoder, &micro_batches, learning_rate, is_first)?;
+            let (metrics, update, value) =
+                self.pass(decoder, &micro_batches, learning_rate, is_first)?;
+            if is_first && let (Some(values), Some(value)) = (&mut values, value) {
+                (values.loss, values.clipped) = (value.loss, value.clipped);
+                values.grad_norm = value.grad_norm;
+            }
             first.get_or_insert((metrics, update));
         }
         self.step += 1;
@@ -179,7 +252,10 @@ impl GrpoTrainer {
             field: "num_iterations",
             reason: "0 passes teach nothing".to_owned(),
         })?;
-        Ok(step_metrics(&advantages, &loss, update, learning_rate))
+        Ok(StepMetrics {
+            value: values,
+            ..step_metrics(&advantages, &loss, update, learning_rate)
+        })
     }
 
     fn needs_reference(&self) -> bool {
@@ -205,11 +281,95 @@ impl GrpoTrainer {
             let scores = score_micro_batch(decoder, &micro, Adapters::Off, temperature)?;
             for (targets, &index) in micro.ranges().zip(&micro.sequences) {
                 let sequence = &mut sequences[index];
-                let mut scored = scores.logprobs[targets].iter().copied();
-                let reference = (sequence.loss_mask.iter())
-                    .map(|&in_loss| if in_loss { scored.next() } else { Some(0.0) })
-                    .collect();
-                sequence.reference = reference;
+                sequence.reference = Some(spread(&scores.logprobs[targets], &sequence.loss_mask));
+            }
+        }
+        Ok(())
+    }
+
+    /// Credits the tokens of each sequence one by one, if they are not to be compared with their group,
+    /// and returns what is to be reported of their values.
+    fn credit(
+        &self,
+        decoder: &Decoder,
+        episodes: &[(usize, &Trajectory)],
+        sequences: &mut [TrainSequence],
+    ) -> Result<Option<ValueMetrics>, TrainerError> {
+        let Some(level) = self.config.token_level else {
+            return Ok(None);
+        };
+        if let TokenLevel::Gae(_) = level {
+            self.score_values(decoder, sequences)?;
+        }
+        for ((_, trajectory), sequence) in episodes.iter().zip(sequences.iter_mut()) {
+            let mask = &sequence.loss_mask;
+            let (Some(reward), Some(last)) =
+                (trajectory.reward, mask.iter().rposition(|&in_loss| in_loss))
+            else {
+                sequence.credit = None;
+                continue;
+            };
+            let mut rewards = vec![0.0; mask.len()];
+            if let Some(reference) = &sequence.reference {
+                let pairs = sequence.logprobs.iter().zip(reference);
+                for ((token, (logprob, reference)), _) in
+                    pairs.enumerate().zip(mask).filter(|(_, in_loss)| **in_loss)
+                {
+                    rewards[token] = -self.config.reward_kl_coef * (logprob - reference);
+                }
+            }
+            let overlong = (self.config.overlong)
+                .map_or(0.0, |penalty| penalty.of(trajectory.trace.sampled_len()));
+            rewards[last] += reward + overlong;
+            sequence.credit = Some(match level {
+                TokenLevel::Gae(discount) => {
+                    let values = sequence.credit.take().unwrap_or_default().values;
+                    generalized_advantages(&rewards, &values, mask, discount)
+                }
+                TokenLevel::Returns { gamma } => TokenCredit {
+                    advantages: discounted_returns(&rewards, mask, gamma),
+                    ..TokenCredit::default()
+                },
+            });
+        }
+        let credited = || {
+            let credited = |sequence: &TrainSequence| sequence.credit.is_some();
+            sequences.iter().filter(move |sequence| credited(sequence))
+        };
+        let metrics = matches!(level, TokenLevel::Gae(_)).then(|| value_metrics(credited()));
+        let mut advantages: Vec<(&mut [f64], &[bool])> = Vec::new();
+        for sequence in sequences.iter_mut() {
+            if let Some(credit) = &mut sequence.credit {
+                advantages.push((&mut credit.advantages, &sequence.loss_mask));
+            }
+        }
+        whiten(&mut advantages, self.config.advantage.eps);
+        Ok(metrics)
+    }
+
+    /// Asks the value head for the values of the sequences' tokens.
+    fn score_values(
+        &self,
+        decoder: &Decoder,
+        sequences: &mut [TrainSequence],
+    ) -> Result<(), TrainerError> {
+        let config = &self.config;
+        let Some(critic) = &self.critic else {
+            return Err(TrainerError::InvalidConfig {
+                field: "advantage",
+                reason: "values need a value head".to_owned(),
+            });
+        };
+        let totals = config.loss.totals([]);
+        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
+            let hidden = decoder.hidden(&micro.batch, Adapters::On)?;
+            let values = critic.values(&hidden, &micro)?;
+            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
+                let sequence = &mut sequences[index];
+                sequence.credit = Some(TokenCredit {
+                    values: spread(&values[targets], &sequence.loss_mask),
+                    ..TokenCredit::default()
+                });
             }
         }
         Ok(())
@@ -283,7 +443,9 @@ impl GrpoTrainer {
         let has_other_terms = config.loss.kl_coef > 0.0
             || config.loss.entropy_coef != 0.0
             || matches!(config.loss.surrogate, Surrogate::Dppo { kl, .. } if kl > 0.0);
-        sequences.retain(|sequence| sequence.advantage != 0.0 || has_other_terms);
+        sequences.retain(|sequence| {
+            sequence.credit.is_some() || sequence.advantage != 0.0 || has_other_terms
+        });
         if config.loss.kl_coef == 0.0 {
             for sequence in &mut sequences {
                 sequence.reference = None;
@@ -306,17 +468,21 @@ impl GrpoTrainer {
         micro_batches: &[MicroBatch],
         learning_rate: f64,
         is_first: bool,
-    ) -> Result<(LossMetrics, UpdateStatistics), TrainerError> {
+    ) -> Result<(LossMetrics, UpdateStatistics, Option<ValueMetrics>), TrainerError> {
         let config = &self.config;
+        let tokens: usize = micro_batches.iter().map(|micro| micro.targets.len()).sum();
+        let token_weight = 1.0 / tokens.max(1) as f64;
         let mut gradients = decoder.zero_gradients();
         let mut metrics = LossMetrics::default();
         for micro in micro_batches {
-            metrics.merge(&accumulate_policy_gradient(
+            let critic = self.critic.as_mut().map(|critic| (critic, token_weight));
+            metrics.merge(&accumulate_actor_critic_gradient(
                 decoder,
                 micro,
                 &config.loss,
                 config.pass,
                 &mut gradients,
+                critic,
             )?);
         }
         // Later passes are off-policy on purpose.
@@ -325,7 +491,21 @@ impl GrpoTrainer {
             return Err(TrainerError::SamplerDrift { found, limit });
         }
         let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
-        Ok((metrics, update))
+        // The head's step size moves with the policy's.
+        let scale = learning_rate / self.schedule.learning_rate;
+        let value = match &mut self.critic {
+            Some(critic) => {
+                let (grad_norm, sums) = critic.step(scale)?;
+                Some(ValueMetrics {
+                    loss: sums.loss,
+                    clipped: sums.clipped as f64 / sums.tokens.max(1) as f64,
+                    grad_norm,
+                    ..ValueMetrics::default()
+                })
+            }
+            None => None,
+        };
+        Ok((metrics, update, value))
     }
 }
 
@@ -342,6 +522,7 @@ fn sequences(episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
             logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
             reference: None,
             advantage: 0.0,
+            credit: None,
         }
     };
     episodes.iter().map(sequence).collect()
@@ -381,6 +562,57 @@ fn step_metrics(
         logprob_difference_max: difference_max,
         correction_mean: loss.correction(),
         ratio_mean: loss.ratio(),
+        value: None,
+    }
+}
+
+/// Returns a number for each token: those of the tokens in `mask`, and 0 for others.
+fn spread(numbers: &[f64], mask: &[bool]) -> Vec<f64> {
+    let mut numbers = numbers.iter();
+    let number = |&in_loss: &bool| match in_loss {
+        true => numbers.next().copied().unwrap_or(0.0),
+        false => 0.0,
+    };
+    mask.iter().map(number).collect()
+}
+
+/// Compares the values of the sequences' tokens with their returns.
+fn value_metrics<'a>(sequences: impl Iterator<Item = &'a TrainSequence>) -> ValueMetrics {
+    let mut pairs: Vec<(f64, f64)> = Vec::new();
+    for sequence in sequences {
+        let Some(credit) = &sequence.credit else {
+            continue;
+        };
+        let both = credit
+            .values
+            .iter()
+            .copied()
+            .zip(credit.returns.iter().copied());
+        let in_loss = both
+            .zip(&sequence.loss_mask)
+            .filter(|(_, in_loss)| **in_loss);
+        pairs.extend(in_loss.map(|(pair, _)| pair));
+    }
+    let count = pairs.len().max(1) as f64;
+    let mean = |of: &dyn Fn(&(f64, f64)) -> f64| pairs.iter().map(of).sum::<f64>() / count;
+    let variance = |of: &dyn Fn(&(f64, f64)) -> f64| {
+        let mean = mean(of);
+        pairs
+            .iter()
+            .map(|pair| (of(pair) - mean).powi(2))
+            .sum::<f64>()
+            / count
+    };
+    let (of_returns, left) = (variance(&|pair| pair.1), variance(&|pair| pair.1 - pair.0));
+    ValueMetrics {
+        explained_variance: if of_returns > 0.0 {
+            1.0 - left / of_returns
+        } else {
+            0.0
+        },
+        mean: mean(&|pair| pair.0),
+        returns: mean(&|pair| pair.1),
+        ..ValueMetrics::default()
     }
 }
 

@@ -88,6 +88,7 @@ fn config() -> GrpoConfig {
     GrpoConfig {
         advantage: AdvantageConfig::default(),
         decoupled: None,
+        token_level: None,
         overlong: None,
         reward_kl_coef: 0.0,
         loss: LossConfig::default(),
