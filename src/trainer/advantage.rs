@@ -465,6 +465,8 @@ mod tests {
         };
         let first = values(&members(&rewards), config)[0];
         assert!((first - case.float("mutants", "unnormalised_first_sample")).abs() < 1e-9);
+        let cancelled = case.float("mutants", "f32_wrong_value_first_sample");
+        assert!((first - cancelled).abs() > 1e3);
     }
 
     #[test]
@@ -574,6 +576,12 @@ mod tests {
         };
         let advantages = group_advantages(&members, config).unwrap();
         assert_eq!(advantages.values, [Some(0.0); 7]);
+        // The known bug: a mean that is summed in f32 lies beside the rewards.
+        let mean = case.float("mutants", "f32_seven_times_0_7_sequential_sum_mean");
+        assert!((mean - 0.7).abs() > 1e-8 && advantages.groups[0].mean != mean);
+        for mutant in ["adv_if_eps_1e_4", "adv_if_eps_1e_6", "adv_if_eps_1e_9"] {
+            assert_ne!(advantages.values[0], Some(case.float("mutants", mutant)));
+        }
         let expected = case.float("expected", "frac_reward_zero_std");
         assert_eq!(advantages.frac_reward_zero_std(), expected);
     }
@@ -616,12 +624,14 @@ mod tests {
         };
         let found = values(&members, config);
         assert_close(&found, &case.floats("expected", "advantages"), 1e-9);
+        let mutant = case.floats("mutants", "included");
+        assert!((found[1] - mutant[1]).abs() > 1.0);
     }
 
     #[test]
     fn groups_are_told_apart_by_their_key() {
         let case = golden("adv_group_by_id_not_by_position");
-        // The file's rewards give its mutant the same numbers; these do not.
+        // The file's rewards give its mutant `sliding_window` the same numbers; these do not.
         let rewards = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0];
         let ids = case.value("inputs", "prompt_ids").as_array().unwrap();
         let members: Vec<_> = rewards
