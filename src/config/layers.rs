@@ -345,7 +345,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 10);
+        assert_eq!(json.as_object().unwrap().len(), 11);
     }
 
     #[test]

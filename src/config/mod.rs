@@ -71,6 +71,73 @@ pub struct RunConfig {
     pub eval: EvalConfig,
     /// Where metrics go besides the run folder's `metrics.jsonl`.
     pub log: LogConfig,
+    /// What is done about steps that look wrong.
+    pub watch: WatchConfig,
+}
+
+/// What is done about steps that look wrong: what counts as such, and for each kind `warn`, `skip` or
+/// `stop`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WatchConfig {
+    /// About a gradient that is not a number; `stop` unless given. It never reaches the weights.
+    pub not_finite: Response,
+    /// About log-probabilities further than `trainer.max_kl_sample_train` from the sampler's; `stop`
+    /// unless given.
+    pub drift: Response,
+    /// About a token whose probability grew by more than `max_ratio` in a step; `warn` unless given. It
+    /// is known behind the update, so it cannot be skipped.
+    pub ratio: Response,
+    /// About `flat_steps` steps in a row without a group that teaches anything; `warn` unless given.
+    pub flat: Response,
+    /// About more than `max_truncated` of the episodes cut off by a limit; `warn` unless given.
+    pub truncated: Response,
+    /// About more than `max_unscorable` of the episodes without a score; `warn` unless given.
+    pub unscorable: Response,
+    /// About a moving mean of the reward more than `max_reward_drop` below its highest; `warn` unless
+    /// given.
+    pub collapse: Response,
+    /// The largest ratio; 100 unless given.
+    pub max_ratio: f64,
+    /// Steps in a row; 5 unless given.
+    pub flat_steps: u64,
+    /// The largest share; 0.5 unless given.
+    pub max_truncated: f64,
+    /// The largest share; 0.25 unless given.
+    pub max_unscorable: f64,
+    /// The largest fall; 0.5 unless given.
+    pub max_reward_drop: f64,
+}
+
+impl Default for WatchConfig {
+    fn default() -> Self {
+        Self {
+            not_finite: Response::Stop,
+            drift: Response::Stop,
+            ratio: Response::Warn,
+            flat: Response::Warn,
+            truncated: Response::Warn,
+            unscorable: Response::Warn,
+            collapse: Response::Warn,
+            max_ratio: 100.0,
+            flat_steps: 5,
+            max_truncated: 0.5,
+            max_unscorable: 0.25,
+            max_reward_drop: 0.5,
+        }
+    }
+}
+
+/// What is done about a step that looks wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Response {
+    /// Say so and go on.
+    Warn,
+    /// Say so and learn nothing from the step.
+    Skip,
+    /// Save the run as it was before the step, and end it.
+    Stop,
 }
 
 /// Where metrics go besides `metrics.jsonl`.

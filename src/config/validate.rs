@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::{ConfigError, Issue, RewardAggregation, RunConfig, TrainMode};
+use super::{ConfigError, Issue, Response, RewardAggregation, RunConfig, TrainMode};
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -64,6 +64,7 @@ impl RunConfig {
         self.validate_sandbox(&mut issues);
         self.validate_trainer(&mut issues);
         self.validate_eval(&mut issues);
+        self.validate_watch(&mut issues);
         if issues.0.is_empty() {
             Ok(())
         } else {
@@ -449,6 +450,31 @@ impl RunConfig {
                  would lose what it should"
             ),
         );
+    }
+
+    fn validate_watch(&self, issues: &mut Issues) {
+        let watch = &self.watch;
+        issues.require(
+            watch.ratio != Response::Skip,
+            "watch.ratio",
+            "skip",
+            "make it `warn` or `stop`: ratios are known when the step is done",
+        );
+        issues.require_positive("watch.max_ratio", watch.max_ratio);
+        issues.require_positive("watch.max_reward_drop", watch.max_reward_drop);
+        issues.require(
+            watch.flat_steps >= 1,
+            "watch.flat_steps",
+            watch.flat_steps,
+            "make it at least 1",
+        );
+        for (key, share) in [
+            ("watch.max_truncated", watch.max_truncated),
+            ("watch.max_unscorable", watch.max_unscorable),
+        ] {
+            let holds = (0.0..=1.0).contains(&share);
+            issues.require(holds, key, share, "make it from 0 to 1");
+        }
     }
 
     fn validate_eval(&self, issues: &mut Issues) {

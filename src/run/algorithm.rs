@@ -38,7 +38,11 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
         },
         micro_batch_tokens: trainer.micro_batch_tokens,
         iterations: trainer.num_iterations,
-        max_kl_sample_train: trainer.max_kl_sample_train,
+        // Where it is only to be told of, it must not keep the update away.
+        max_kl_sample_train: match config.watch.drift {
+            config::Response::Warn => f64::INFINITY,
+            _ => trainer.max_kl_sample_train,
+        },
         mask_truncated: trainer.mask_truncated,
     }
 }

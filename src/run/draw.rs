@@ -87,7 +87,7 @@ impl TaskDraws<'_> {
     }
 
     /// Returns whether a group teaches something, as its rewards are compared: summed, or by parts.
-    fn is_informative(&self, group: &RolloutGroup) -> bool {
+    pub(super) fn is_informative(&self, group: &RolloutGroup) -> bool {
         match self.config.trainer.reward_aggregation {
             RewardAggregation::Sum => group.is_informative(),
             RewardAggregation::Gdpo => {

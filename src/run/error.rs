@@ -144,6 +144,17 @@ pub enum RunError {
         reason: String,
     },
 
+    /// A step looks wrong, and the configuration says to stop at that.
+    #[error("step {step}: {message}; `wardian train --resume {path}` goes on, given a remedy")]
+    Anomaly {
+        /// The step.
+        step: usize,
+        /// What was found, likely causes and what helps.
+        message: String,
+        /// The run folder.
+        path: PathBuf,
+    },
+
     /// The run was asked to stop.
     #[error("{}", stopped(*step, path))]
     Stopped {
@@ -213,7 +224,10 @@ impl RunError {
                 error,
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }
             ),
-            Self::NothingScored { .. } | Self::Stopped { .. } | Self::Toml(_) => false,
+            Self::NothingScored { .. }
+            | Self::Anomaly { .. }
+            | Self::Stopped { .. }
+            | Self::Toml(_) => false,
         }
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::watch::Kind;
 use crate::rollout::RolloutGroup;
 use crate::trainer::StepMetrics;
 use crate::trajectory::{Trajectory, Turn};
@@ -16,6 +17,9 @@ pub(super) struct MetricsRow {
     pub(super) metrics: StepMetrics,
     #[serde(flatten)]
     pub(super) episodes: EpisodeMetrics,
+    /// What looks wrong in it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) anomalies: Vec<Kind>,
     /// Groups that dynamic sampling replaced.
     #[serde(rename = "episodes/groups_set_aside")]
     pub(super) set_aside: usize,

@@ -188,7 +188,6 @@ mod tests {
             assert!(error.is_usage());
         };
         for learning_rate in [f64::NAN, -1e-4, 0.0, f64::INFINITY] {
-            let sound = sound.clone();
             refused(
                 SftOptions {
                     learning_rate,
@@ -198,7 +197,6 @@ mod tests {
             );
         }
         for weight_decay in [f64::NAN, -0.1, f64::INFINITY] {
-            let sound = sound.clone();
             refused(
                 SftOptions {
                     weight_decay,
@@ -208,16 +206,10 @@ mod tests {
             );
         }
         for share in [f64::NAN, -0.1, 1.1] {
-            let (sound, stop_at) = (sound.clone(), Some(share));
+            let stop_at = Some(share);
             refused(SftOptions { stop_at, ..sound }, "stop_at");
         }
-        refused(
-            SftOptions {
-                steps: 0,
-                ..sound.clone()
-            },
-            "steps",
-        );
+        refused(SftOptions { steps: 0, ..sound }, "steps");
         refused(
             SftOptions {
                 batch_size: 0,

@@ -15,9 +15,10 @@ use super::folder::RunFolder;
 use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow};
 use super::policy::Policy;
 use super::summary::{Difference, Measured, Summary};
+use super::watch::{Anomaly, Observed, WatchState};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
-use crate::config::RunConfig;
+use crate::config::{Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
@@ -49,6 +50,8 @@ struct Progress {
     /// The last step that was measured on the way.
     #[serde(default)]
     evaluated: usize,
+    #[serde(default)]
+    watch: WatchState,
     tokens: u64,
     batches_drawn: u64,
     wall_s: f64,
@@ -189,6 +192,7 @@ pub fn train(
             Err(error) if error.is_stop() => return Err(stop(&mut run)?),
             episodes => episodes?,
         };
+        let progress = run.progress.clone();
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
         run.progress.batches_drawn = draws.drawn;
@@ -202,13 +206,44 @@ pub fn train(
             shuffle_rewards(&mut episodes.groups, seed);
         }
         let update_started = Instant::now();
-        let metrics = run.trainer.step(&policy.decoder, &episodes.groups)?;
+        let episode_metrics = EpisodeMetrics::new(&episodes.groups);
+        let is_flat = !(episodes.groups.iter()).any(|group| draws.is_informative(group));
+        let observed = observed(&episodes.groups, is_flat, &episode_metrics);
+        let watch = &config.watch;
+        let mut found = run.progress.watch.before_update(watch, observed);
+        if let Some(anomaly) = stopping(&found) {
+            run.progress = progress;
+            return Err(end(&mut run, step, anomaly)?);
+        }
+        let metrics = if found.iter().any(|found| found.response == Response::Skip) {
+            run.trainer.skip(&episodes.groups)?
+        } else {
+            match run.trainer.step(&policy.decoder, &episodes.groups) {
+                Ok(metrics) => metrics,
+                Err(error) => match run.progress.watch.of_refusal(watch, &error) {
+                    Some(anomaly) => {
+                        found.push(anomaly);
+                        run.trainer.skip(&episodes.groups)?
+                    }
+                    None => {
+                        run.progress = progress;
+                        if run.step > 0 && config.trainer.num_iterations == 1 {
+                            run.save()?;
+                        }
+                        return Err(error.into());
+                    }
+                },
+            }
+        };
         run.step = step;
+        let max_drift = config.trainer.max_kl_sample_train;
+        found.extend(run.progress.watch.after_update(watch, max_drift, &metrics));
         let elapsed = step_started.elapsed();
         let row = MetricsRow {
             step,
             metrics,
-            episodes: EpisodeMetrics::new(&episodes.groups),
+            episodes: episode_metrics,
+            anomalies: found.iter().map(|found| found.kind).collect(),
             set_aside: episodes.set_aside.len(),
             num_tokens: run.progress.tokens,
             step_time: elapsed.as_secs_f64(),
@@ -223,6 +258,15 @@ pub fn train(
             tokens_per_second: row.tokens_per_second,
             elapsed,
         });
+        for anomaly in found.iter().filter(|found| found.is_new) {
+            observer(RunEvent::Anomaly {
+                step,
+                message: &anomaly.message,
+            });
+        }
+        if let Some(anomaly) = stopping(&found) {
+            return Err(end(&mut run, step, anomaly)?);
+        }
     }
     // What a run left that was killed behind this point.
     let model = run.folder.model();
@@ -329,6 +373,35 @@ fn stop(run: &mut Run<'_>) -> Result<RunError, RunError> {
         step: run.step,
         path: run.out.to_owned(),
     })
+}
+
+fn stopping(found: &[Anomaly]) -> Option<&Anomaly> {
+    found.iter().find(|found| found.response == Response::Stop)
+}
+
+/// Saves a run that ends at a step which looks wrong, and returns the error that says so.
+fn end(run: &mut Run<'_>, step: usize, anomaly: &Anomaly) -> Result<RunError, RunError> {
+    if run.step > 0 {
+        run.save()?;
+    }
+    Ok(RunError::Anomaly {
+        step,
+        message: anomaly.message.clone(),
+        path: run.out.to_owned(),
+    })
+}
+
+/// Returns what is known of a step before its update.
+fn observed(groups: &[RolloutGroup], is_flat: bool, metrics: &EpisodeMetrics) -> Observed {
+    let episodes = || groups.iter().flat_map(|group| &group.trajectories);
+    let rewards: Vec<f64> = episodes().filter_map(|episode| episode.reward).collect();
+    let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
+    Observed {
+        truncated: metrics.clipped_ratio,
+        unscorable: metrics.unscorable as f64 / episodes().count().max(1) as f64,
+        is_flat,
+        reward: (!rewards.is_empty()).then_some(mean),
+    }
 }
 
 /// Writes the episodes of a step.

@@ -149,7 +149,7 @@ mod tests {
         );
         // Whitened, they have mean 0 and deviation 1 over what was sampled.
         let mask = mask(&case);
-        let mut returns = expected.clone();
+        let mut returns = expected;
         whiten(&mut [(&mut returns, &mask)], 0.0);
         assert_eq!(returns[2], 0.0);
         assert!(returns.iter().sum::<f64>().abs() < 1e-12);

@@ -132,7 +132,8 @@ mod tests {
     fn a_shared_beginning_has_the_gradients_of_all_its_leaves() {
         let case = golden("tree_shared_prefix_gradient");
         let advantages = case.floats("inputs", "leaf_advantages");
-        let suffixes = case.floats("inputs", "suffix_tokens");
+        let suffixes = case.value("inputs", "suffix_tokens").as_array().unwrap();
+        let suffix = |leaf: usize| usize::try_from(suffixes[leaf].as_u64().unwrap()).unwrap();
         let mut next = 100_u32;
         let sequences: Vec<_> = (0..6)
             .map(|leaf| {
@@ -140,7 +141,7 @@ mod tests {
                 let tree = 10 * (1 + leaf / 3);
                 let mut tokens: Vec<u32> = std::iter::once(1).chain(tree..tree + 4).collect();
                 let leaf = leaf as usize;
-                while tokens.len() < 5 + suffixes[leaf] as usize {
+                while tokens.len() < 5 + suffix(leaf) {
                     tokens.push(next);
                     next += 1;
                 }

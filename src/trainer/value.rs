@@ -169,6 +169,12 @@ impl ValueHead {
         Ok((norm, std::mem::take(&mut self.sums)))
     }
 
+    /// Forgets the gradient since the last step.
+    pub fn clear(&mut self) {
+        self.gradient.fill(0.0);
+        self.sums = ValueSums::default();
+    }
+
     /// Writes the head and its moments into a checkpoint's folder.
     ///
     /// # Errors

@@ -218,7 +218,7 @@ const COVERED: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "src/trainer/tests.rs",
+        "src/trainer/tests/mod.rs",
         &[
             ("adamw_one_step_with_clip", "adamw_takes_the_golden_step"),
             ("next_token_shift", "the_golden_next_token_shift_holds"),

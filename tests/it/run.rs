@@ -267,6 +267,41 @@ fn a_run_that_is_done_takes_further_steps() {
     assert_same_run(&whole, &extended, "model.safetensors");
 }
 
+#[test]
+fn a_run_stops_at_what_looks_wrong_and_goes_on_with_a_remedy() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    // No episode ends within two tokens.
+    let settings = ["rollout.max_new_tokens=2", "watch.truncated=stop"];
+    let sets = settings.iter().flat_map(|set| ["--set", set]);
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["train", "--seed", "3", "--out"])
+        .arg(&run)
+        .args(SMALL)
+        .args(sets)
+        .output()
+        .expect("the binary starts");
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{messages}");
+    assert!(
+        messages.contains("step 1: 100 % of the episodes were cut off"),
+        "{messages}"
+    );
+    assert!(
+        messages.contains("raise `rollout.max_new_tokens`"),
+        "{messages}"
+    );
+    let path = run.to_str().expect("UTF-8");
+    wardian(&["train", "--resume", path, "--set", "watch.truncated=skip"]);
+    let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    for line in text.lines() {
+        let row: Value = serde_json::from_str(line).expect("a JSON line");
+        assert_eq!(row["anomalies"], serde_json::json!(["truncated"]), "{row}");
+        assert_eq!(row["grad_norm"], 0.0, "nothing is learned from it");
+    }
+    assert_eq!(text.lines().count(), 2);
+}
+
 /// Resumes a run and expects it to be refused.
 fn refused(run: &Path, extra: &[&str], expected: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_wardian"))

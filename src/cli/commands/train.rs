@@ -118,6 +118,10 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
                 elapsed.as_secs_f64(),
             ),
         ),
+        RunEvent::Anomaly { step, message } => {
+            printer.make_way();
+            printer.warning(&format!("step {step}: {message}"));
+        }
         _ => {}
     };
     let stop = stop_on_signals().map_err(Failure::internal)?;

@@ -133,6 +133,9 @@ pub struct StepMetrics {
     /// Mean ratio of the policy to the one before the step; 1 where a pass is the first.
     #[serde(rename = "ratio/mean")]
     pub ratio_mean: f64,
+    /// Largest ratio of a token's probability to that before the step, over all passes.
+    #[serde(rename = "ratio/max")]
+    pub ratio_max: f64,
     /// What it did to the value head, where there is one.
     #[serde(flatten)]
     pub value: Option<ValueMetrics>,
@@ -237,6 +240,7 @@ impl GrpoTrainer {
         let micro_batches = self.micro_batches(decoder, sequences)?;
         let learning_rate = self.schedule.rate(self.step);
         let mut first = None;
+        let mut ratio_max = f64::NEG_INFINITY;
         for _ in 0..self.config.iterations {
             let is_first = first.is_none();
             let (metrics, update, value) =
@@ -245,6 +249,7 @@ impl GrpoTrainer {
                 (values.loss, values.clipped) = (value.loss, value.clipped);
                 values.grad_norm = value.grad_norm;
             }
+            ratio_max = ratio_max.max(metrics.ratio_range().1);
             first.get_or_insert((metrics, update));
         }
         self.step += 1;
@@ -253,9 +258,33 @@ impl GrpoTrainer {
             reason: "0 passes teach nothing".to_owned(),
         })?;
         Ok(StepMetrics {
+            ratio_max,
             value: values,
             ..step_metrics(&advantages, &loss, update, learning_rate)
         })
+    }
+
+    /// Counts a step from whose groups nothing is learned.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a reward is not finite.
+    pub fn skip(&mut self, groups: &[RolloutGroup]) -> Result<StepMetrics, TrainerError> {
+        let episodes: Vec<(usize, &Trajectory)> = (groups.iter().enumerate())
+            .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
+            .collect();
+        let advantages = self.advantages(&episodes, &sequences(&episodes))?;
+        if let Some(critic) = &mut self.critic {
+            critic.clear();
+        }
+        let learning_rate = self.schedule.rate(self.step);
+        self.step += 1;
+        let update = UpdateStatistics {
+            grad_norm: 0.0,
+            clip_factor: 1.0,
+        };
+        let loss = LossMetrics::default();
+        Ok(step_metrics(&advantages, &loss, update, learning_rate))
     }
 
     fn needs_reference(&self) -> bool {
@@ -562,6 +591,7 @@ fn step_metrics(
         logprob_difference_max: difference_max,
         correction_mean: loss.correction(),
         ratio_mean: loss.ratio(),
+        ratio_max: loss.ratio_range().1,
         value: None,
     }
 }

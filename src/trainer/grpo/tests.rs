@@ -39,8 +39,7 @@ fn group(trajectories: Vec<Trajectory>) -> RolloutGroup {
 
 #[test]
 fn a_reward_is_shuffled_together_with_its_parts() {
-    let rewards = (0..8).map(f64::from);
-    let episodes = (0..).zip(rewards.clone());
+    let episodes = (0..).zip((0..8).map(f64::from));
     let mut groups = [group(
         episodes
             .map(|(sample, reward)| {
