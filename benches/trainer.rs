@@ -71,6 +71,7 @@ fn sequences(group: usize) -> Vec<TrainSequence> {
             logprobs: vec![-6.24; LENGTH],
             reference: None,
             advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+            credit: None,
         })
         .collect()
 }

@@ -77,6 +77,11 @@ impl Printer {
         }
     }
 
+    /// Writes a line for people that `--quiet` does not hide: what to do next.
+    pub(super) fn notice(&self, text: &str) {
+        let _ = writeln!(anstream::stderr(), "{text}");
+    }
+
     pub(super) fn warning(&self, text: &str) {
         let _ = writeln!(anstream::stderr(), "\x1b[33mwarning\x1b[0m: {text}");
     }

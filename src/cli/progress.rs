@@ -103,9 +103,24 @@ pub(super) fn human_duration(duration: Duration) -> String {
     }
 }
 
+/// Returns a number with its noun: `1 task`, `2 tasks`.
+pub(super) fn counted(count: usize, noun: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {noun}{plural}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_of_a_kind_is_singular() {
+        let found = [0, 1, 2].map(|count| counted(count, "held-out task"));
+        assert_eq!(
+            found,
+            ["0 held-out tasks", "1 held-out task", "2 held-out tasks"]
+        );
+    }
 
     #[test]
     fn a_bar_fills() {

@@ -12,7 +12,8 @@ use super::{ConfigError, Preset, RunConfig};
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 impl RunConfig {
-    /// Reads a run file, lays `sets` (`section.key=value`) over it and validates the result.
+    /// Reads a run file, lays `sets` (`section.key=value`) over it and validates the result. A preset
+    /// lies under the file if that names it, and over it if one of `sets` does.
     ///
     /// Without a file the defaults are laid under `sets`. A set's value is TOML, or any other text
     /// for a string without quotes.
@@ -62,21 +63,31 @@ impl RunConfig {
             origin: origin.to_owned(),
             source: Box::new(source),
         };
-        let mut merged: Table = text.parse().map_err(syntax)?;
-        check(&merged, origin)?;
+        let mut file: Table = text.parse().map_err(syntax)?;
+        check(&file, origin)?;
+        let mut over = Table::new();
         for set in sets {
             let layer = parse_set(set.as_ref())?;
             check(&layer, &format!("`--set {}`", set.as_ref()))?;
-            merge(&mut merged, layer);
+            merge(&mut over, layer);
         }
-        // Checked above, so what does not parse is not there.
-        let preset =
-            (merged.get("preset").cloned()).and_then(|name| Preset::deserialize(name).ok());
-        if let Some(preset) = preset {
-            let mut base: Table = preset.text().parse().map_err(syntax)?;
-            merge(&mut base, merged);
-            merged = base;
-        }
+        // A preset lies right below what names it: its file, or all that is set.
+        let merged = if let Some(preset) = preset_of(&over) {
+            file.remove("preset");
+            let preset = preset_table(preset, &[&over]).map_err(syntax)?;
+            let mut merged = file;
+            merge(&mut merged, preset);
+            merge(&mut merged, over);
+            merged
+        } else {
+            let mut merged = match preset_of(&file) {
+                Some(preset) => preset_table(preset, &[&file, &over]).map_err(syntax)?,
+                None => Table::new(),
+            };
+            merge(&mut merged, file);
+            merge(&mut merged, over);
+            merged
+        };
         let config = Self::deserialize(merged).map_err(syntax)?;
         config.validate()?;
         Ok(config)
@@ -90,6 +101,37 @@ impl RunConfig {
     pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
         toml::to_string(self)
     }
+}
+
+impl Preset {
+    /// Returns the preset that one of these `--set` names, the last one; none where it is unknown, which
+    /// reading the configuration tells.
+    pub fn named_in<S: AsRef<str>>(sets: &[S]) -> Option<Self> {
+        let tables = sets.iter().filter_map(|set| parse_set(set.as_ref()).ok());
+        tables.filter_map(|table| preset_of(&table)).last()
+    }
+}
+
+fn preset_of(layer: &Table) -> Option<Preset> {
+    // Checked before it is laid over anything, so what does not parse is reported.
+    (layer.get("preset").cloned()).and_then(|name| Preset::deserialize(name).ok())
+}
+
+/// Returns the keys of a preset under `above`. Its splits are those of its own tasks, so where others
+/// are named they do not hold.
+fn preset_table(preset: Preset, above: &[&Table]) -> Result<Table, toml::de::Error> {
+    let mut table: Table = preset.text().parse()?;
+    let names_tasks = |layer: &&Table| {
+        let task = layer.get("task").and_then(Value::as_table);
+        task.is_some_and(|task| task.contains_key("path"))
+    };
+    if above.iter().any(names_tasks)
+        && let Some(Value::Table(task)) = table.get_mut("task")
+    {
+        task.remove("split");
+        task.remove("eval_split");
+    }
+    Ok(table)
 }
 
 /// Reads `a.b=value` as a table of its own.
@@ -303,7 +345,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 10);
+        assert_eq!(json.as_object().unwrap().len(), 11);
     }
 
     #[test]
@@ -324,8 +366,37 @@ mod tests {
         }
         let seed = RunConfig::from_toml("", &["preset=seed-mbpp"]).unwrap();
         assert_eq!(seed.rollout.group_size * seed.rollout.groups_per_step, 8);
+        assert!(seed.task.split.is_some());
+        // Splits are those of the preset's tasks.
+        let own = RunConfig::from_toml("", &["preset=seed-mbpp", "task.path=own.jsonl"]).unwrap();
+        assert_eq!((own.task.split, own.task.eval_split), (None, None));
+        let again = RunConfig::from_toml::<&str>(&own.to_toml().unwrap(), &[]).unwrap();
+        assert_eq!(again, own);
         let error = RunConfig::from_toml("", &["preset=grpo"]).unwrap_err();
         assert!(error.to_string().contains("seed-mbpp"), "{error}");
+    }
+
+    #[test]
+    fn a_preset_that_is_set_lies_over_the_file() {
+        let file = "preset = 'dapo'\nmodel.path = 'm'\ntask.path = 't'\n\
+                    trainer.learning_rate = 3e-4\nrollout.group_size = 4";
+        let config = RunConfig::from_toml::<&str>(file, &[]).unwrap();
+        assert_eq!(
+            (config.trainer.learning_rate, config.rollout.group_size),
+            (3e-4, 4)
+        );
+        let sets = ["rollout.group_size=6", "preset=dr-grpo"];
+        assert_eq!(Preset::named_in(&sets), Some(Preset::DrGrpo));
+        let config = RunConfig::from_toml(file, &sets).unwrap();
+        assert_eq!(
+            (config.trainer.learning_rate, config.rollout.group_size),
+            (1e-6, 6)
+        );
+        assert_eq!(config.preset, Some(Preset::DrGrpo));
+        // It stands in place of the file's own.
+        assert_eq!(config.trainer.overlong_limit, None);
+        let again = RunConfig::from_toml::<&str>(&config.to_toml().unwrap(), &[]).unwrap();
+        assert_eq!(again, config);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The run file: defaults < preset < file < `--set`, validated with key paths.
+//! The run file: defaults < file < `--set`, a preset right below the one that names it; validated with
+//! key paths.
 //!
 //! A run is described by one TOML file, `run.toml`, and read with [`RunConfig::load`]. Every key has
 //! a default except `model.path` and `task.path`; a [`Preset`] replaces defaults, and
@@ -48,8 +49,8 @@ pub use preset::Preset;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
-    /// Settings of a paper or another trainer to start from; every other key goes before them; none
-    /// unless given.
+    /// Settings of a paper or another trainer to start from; none unless given. Named in a file, they
+    /// lie under all its other keys; named by `--set`, over the file and under every other `--set`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<Preset>,
     /// Seeds task order, sampling, adapter initialization and bootstrap; 0 unless given.
@@ -70,6 +71,73 @@ pub struct RunConfig {
     pub eval: EvalConfig,
     /// Where metrics go besides the run folder's `metrics.jsonl`.
     pub log: LogConfig,
+    /// What is done about steps that look wrong.
+    pub watch: WatchConfig,
+}
+
+/// What is done about steps that look wrong: what counts as such, and for each kind `warn`, `skip` or
+/// `stop`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WatchConfig {
+    /// About a gradient that is not a number; `stop` unless given. It never reaches the weights.
+    pub not_finite: Response,
+    /// About log-probabilities further than `trainer.max_kl_sample_train` from the sampler's; `stop`
+    /// unless given.
+    pub drift: Response,
+    /// About a token whose probability grew by more than `max_ratio` in a step; `warn` unless given. It
+    /// is known behind the update, so it cannot be skipped.
+    pub ratio: Response,
+    /// About `flat_steps` steps in a row without a group that teaches anything; `warn` unless given.
+    pub flat: Response,
+    /// About more than `max_truncated` of the episodes cut off by a limit; `warn` unless given.
+    pub truncated: Response,
+    /// About more than `max_unscorable` of the episodes without a score; `warn` unless given.
+    pub unscorable: Response,
+    /// About a moving mean of the reward more than `max_reward_drop` below its highest; `warn` unless
+    /// given.
+    pub collapse: Response,
+    /// The largest ratio; 100 unless given.
+    pub max_ratio: f64,
+    /// Steps in a row; 5 unless given.
+    pub flat_steps: u64,
+    /// The largest share; 0.5 unless given.
+    pub max_truncated: f64,
+    /// The largest share; 0.25 unless given.
+    pub max_unscorable: f64,
+    /// The largest fall; 0.5 unless given.
+    pub max_reward_drop: f64,
+}
+
+impl Default for WatchConfig {
+    fn default() -> Self {
+        Self {
+            not_finite: Response::Stop,
+            drift: Response::Stop,
+            ratio: Response::Warn,
+            flat: Response::Warn,
+            truncated: Response::Warn,
+            unscorable: Response::Warn,
+            collapse: Response::Warn,
+            max_ratio: 100.0,
+            flat_steps: 5,
+            max_truncated: 0.5,
+            max_unscorable: 0.25,
+            max_reward_drop: 0.5,
+        }
+    }
+}
+
+/// What is done about a step that looks wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Response {
+    /// Say so and go on.
+    Warn,
+    /// Say so and learn nothing from the step.
+    Skip,
+    /// Save the run as it was before the step, and end it.
+    Stop,
 }
 
 /// Where metrics go besides `metrics.jsonl`.
@@ -327,6 +395,19 @@ pub struct TrainerConfig {
     /// Added to the standard deviation that advantages are divided by; 1e-4 unless given, as in TRL;
     /// verl has 1e-6.
     pub advantage_epsilon: f64,
+    /// With `advantage = "gae"` or `"reinforce_plus_plus"`, the factor of what the next sampled token
+    /// earns; 1 unless given.
+    pub gamma: f64,
+    /// With `advantage = "gae"`, how far estimates look past the next value, from 0, which trusts values
+    /// alone, to 1, which trusts rewards alone; 0.95 unless given. verl has 1.
+    pub gae_lambda: f64,
+    /// The value head's step size, which moves with `learning_rate`'s schedule; 1e-4 unless given.
+    pub value_learning_rate: f64,
+    /// How far a value may move in a step before its loss stops falling; 0.2 unless given.
+    pub value_clip: f64,
+    /// What the value loss is multiplied by on its way into the policy's weights; 0 unless given, which
+    /// trains the value head alone.
+    pub value_trunk_coef: f64,
     /// Whether parts of the reward are summed before they are compared, or each compared by itself;
     /// `sum` unless given.
     pub reward_aggregation: RewardAggregation,
@@ -440,6 +521,11 @@ impl Default for TrainerConfig {
             advantage: AdvantageEstimator::Group,
             scale_rewards: ScaleRewards::Group,
             advantage_epsilon: 1e-4,
+            gamma: 1.0,
+            gae_lambda: 0.95,
+            value_learning_rate: 1e-4,
+            value_clip: 0.2,
+            value_trunk_coef: 0.0,
             reward_aggregation: RewardAggregation::Sum,
             clip_low: 0.2,
             clip_high: 0.28,
@@ -552,6 +638,20 @@ pub enum AdvantageEstimator {
     MaxRl,
     /// The mean of its group, whitened over the step's tokens (arXiv:2501.03262).
     ReinforcePlusPlusBaseline,
+    /// Nothing: each token has what the episode still earns, whitened over the step's tokens
+    /// (REINFORCE++, arXiv:2501.03262). With `kl_in_reward` each token pays for its own divergence.
+    ReinforcePlusPlus,
+    /// What a value head expects: each token has its generalised advantage estimate
+    /// (arXiv:1506.02438), whitened over the step's tokens: PPO.
+    Gae,
+}
+
+impl AdvantageEstimator {
+    /// Returns whether tokens are credited one by one, rather than episodes compared with their group.
+    #[must_use]
+    pub fn is_token_level(self) -> bool {
+        matches!(self, Self::ReinforcePlusPlus | Self::Gae)
+    }
 }
 
 /// How rewards are scaled into advantages, after their group's mean is taken off.

@@ -1,8 +1,8 @@
-//! Named starting points, laid under the run file.
+//! Named starting points, laid right below what names them.
 
 use serde::{Deserialize, Serialize};
 
-/// The settings of a paper or of another trainer, which the run file's own keys go before.
+/// The settings of a paper or of another trainer, which the keys beside its name go before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Preset {
     /// The defaults of TRL 1.16's `GRPOConfig`.
@@ -32,6 +32,15 @@ impl Preset {
         Self::SeedMbpp,
     ];
 
+    /// Returns whether it names a model and tasks of its own.
+    #[must_use]
+    pub fn names_sources(self) -> bool {
+        match self {
+            Self::SeedMbpp => true,
+            Self::Trl | Self::Verl | Self::Dapo | Self::DrGrpo => false,
+        }
+    }
+
     /// Returns the keys that it sets, as a run file.
     #[must_use]
     pub fn text(self) -> &'static str {
@@ -41,6 +50,22 @@ impl Preset {
             Self::Dapo => include_str!("presets/dapo.toml"),
             Self::DrGrpo => include_str!("presets/dr-grpo.toml"),
             Self::SeedMbpp => include_str!("presets/seed-mbpp.toml"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_preset_that_names_sources_names_both() {
+        for preset in Preset::ALL {
+            let keys: toml::Table = preset.text().parse().unwrap();
+            for section in ["model", "task"] {
+                let path = keys.get(section).and_then(|section| section.get("path"));
+                assert_eq!(path.is_some(), preset.names_sources(), "{preset:?}");
+            }
         }
     }
 }

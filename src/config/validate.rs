@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::{ConfigError, Issue, RunConfig, TrainMode};
+use super::{ConfigError, Issue, Response, RewardAggregation, RunConfig, TrainMode};
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -64,6 +64,7 @@ impl RunConfig {
         self.validate_sandbox(&mut issues);
         self.validate_trainer(&mut issues);
         self.validate_eval(&mut issues);
+        self.validate_watch(&mut issues);
         if issues.0.is_empty() {
             Ok(())
         } else {
@@ -115,8 +116,13 @@ impl RunConfig {
 
     fn validate_rollout(&self, issues: &mut Issues) {
         let rollout = &self.rollout;
+        let least = if self.trainer.advantage.is_token_level() {
+            1
+        } else {
+            2
+        };
         issues.require(
-            (2..=MAX_COUNT).contains(&rollout.group_size),
+            (least..=MAX_COUNT).contains(&rollout.group_size),
             "rollout.group_size",
             rollout.group_size,
             "make it at least 2: a sample is judged against its group",
@@ -353,15 +359,32 @@ impl RunConfig {
                 trainer.sampler_correction_max,
             ),
             ("trainer.max_kl_sample_train", trainer.max_kl_sample_train),
+            ("trainer.value_learning_rate", trainer.value_learning_rate),
+            ("trainer.value_clip", trainer.value_clip),
         ] {
             issues.require_positive(key, value);
         }
         for (key, value) in [
             ("trainer.dppo_kl", trainer.dppo_kl),
             ("trainer.overlong_weight", trainer.overlong_weight),
+            ("trainer.value_trunk_coef", trainer.value_trunk_coef),
         ] {
             issues.require_not_negative(key, value);
         }
+        for (key, factor) in [
+            ("trainer.gamma", trainer.gamma),
+            ("trainer.gae_lambda", trainer.gae_lambda),
+        ] {
+            let holds = (0.0..=1.0).contains(&factor);
+            issues.require(holds, key, factor, "make it from 0 to 1");
+        }
+        issues.require(
+            !trainer.advantage.is_token_level()
+                || trainer.reward_aggregation == RewardAggregation::Sum,
+            "trainer.reward_aggregation",
+            "gdpo",
+            "make it `sum`: with this `trainer.advantage` rewards are not compared within groups",
+        );
         issues.require(
             (0.0..=trainer.cispo_max).contains(&trainer.cispo_min),
             "trainer.cispo_min",
@@ -417,6 +440,41 @@ impl RunConfig {
             trainer.overlong_margin,
             "make it at most `trainer.overlong_limit`",
         );
+        let longest = self.rollout.max_total_tokens;
+        issues.require(
+            trainer.overlong_limit.is_none_or(|limit| limit <= longest),
+            "trainer.overlong_limit",
+            trainer.overlong_limit.unwrap_or_default(),
+            &format!(
+                "make it at most `rollout.max_total_tokens` ({longest}): no answer gets longer, so none \
+                 would lose what it should"
+            ),
+        );
+    }
+
+    fn validate_watch(&self, issues: &mut Issues) {
+        let watch = &self.watch;
+        issues.require(
+            watch.ratio != Response::Skip,
+            "watch.ratio",
+            "skip",
+            "make it `warn` or `stop`: ratios are known when the step is done",
+        );
+        issues.require_positive("watch.max_ratio", watch.max_ratio);
+        issues.require_positive("watch.max_reward_drop", watch.max_reward_drop);
+        issues.require(
+            watch.flat_steps >= 1,
+            "watch.flat_steps",
+            watch.flat_steps,
+            "make it at least 1",
+        );
+        for (key, share) in [
+            ("watch.max_truncated", watch.max_truncated),
+            ("watch.max_unscorable", watch.max_unscorable),
+        ] {
+            let holds = (0.0..=1.0).contains(&share);
+            issues.require(holds, key, share, "make it from 0 to 1");
+        }
     }
 
     fn validate_eval(&self, issues: &mut Issues) {

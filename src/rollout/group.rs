@@ -25,12 +25,24 @@ impl RolloutGroup {
     /// comparison teaches something (DAPO, arXiv:2503.14476, equation 11).
     #[must_use]
     pub fn is_informative(&self) -> bool {
-        let mut rewards = (self.trajectories.iter())
+        self.differs_in(|trajectory| trajectory.reward.unwrap_or(0.0))
+    }
+
+    /// Returns whether the episodes that can be learned from differ in at least one of these parts of
+    /// the reward: the same where each part is compared by itself. Parts may differ whose sum does not.
+    #[must_use]
+    pub fn is_informative_in<'a>(&self, mut parts: impl Iterator<Item = &'a str>) -> bool {
+        let value = |trajectory: &Trajectory, part: &str| trajectory.rewards.get(part).copied();
+        parts.any(|part| self.differs_in(|trajectory| value(trajectory, part).unwrap_or(0.0)))
+    }
+
+    fn differs_in(&self, value: impl Fn(&Trajectory) -> f64) -> bool {
+        let mut values = (self.trajectories.iter())
             .filter(|trajectory| trajectory.is_trainable())
-            .filter_map(|trajectory| trajectory.reward);
-        rewards
+            .map(value);
+        values
             .next()
-            .is_some_and(|first| rewards.any(|reward| reward != first))
+            .is_some_and(|first| values.any(|value| value != first))
     }
 }
 
@@ -77,6 +89,14 @@ mod tests {
                 Some(group(&rewards).is_informative())
             );
         }
+        // Parts may differ where their sum does not, and the other way round.
+        let mut parted = group(&[Some(1.0), Some(1.0)]);
+        for (trajectory, [a, b]) in parted.trajectories.iter_mut().zip([[1.0, 0.0], [0.0, 1.0]]) {
+            trajectory.rewards = [("a".to_owned(), a), ("b".to_owned(), b)].into();
+        }
+        assert!(!parted.is_informative());
+        assert!(parted.is_informative_in(["b"].into_iter()));
+        assert!(!parted.is_informative_in(["c"].into_iter()));
         // What could not be scored says nothing.
         assert!(!group(&[Some(1.0), None, Some(1.0)]).is_informative());
         assert!(!group(&[None]).is_informative());

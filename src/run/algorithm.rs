@@ -5,9 +5,9 @@ use super::train::recomputes;
 use crate::config::{self, LossType, RunConfig, TrainerConfig};
 use crate::grader::RewardTerms;
 use crate::trainer::{
-    AdamWConfig, AdvantageConfig, Aggregation, CorrectionLevel, Estimator, GrpoConfig, KlEstimator,
-    LossConfig, LrSchedule, OutOfBounds, OverlongPenalty, PassConfig, RatioLevel, RewardScale,
-    SamplerCorrection, ScheduleKind, Surrogate,
+    AdamWConfig, AdvantageConfig, Aggregation, CorrectionLevel, Discount, Estimator, GrpoConfig,
+    KlEstimator, LossConfig, LrSchedule, OutOfBounds, OverlongPenalty, PassConfig, RatioLevel,
+    RewardScale, SamplerCorrection, ScheduleKind, Surrogate, TokenLevel, ValueConfig, ValueHead,
 };
 
 pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
@@ -19,6 +19,7 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
             config::RewardAggregation::Sum => None,
             config::RewardAggregation::Gdpo => Some(part_weights(&config.reward)),
         },
+        token_level: token_level(trainer),
         overlong: trainer.overlong_limit.map(|limit| OverlongPenalty {
             limit,
             margin: trainer.overlong_margin,
@@ -37,9 +38,38 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
         },
         micro_batch_tokens: trainer.micro_batch_tokens,
         iterations: trainer.num_iterations,
-        max_kl_sample_train: trainer.max_kl_sample_train,
+        // Where it is only to be told of, it must not keep the update away.
+        max_kl_sample_train: match config.watch.drift {
+            config::Response::Warn => f64::INFINITY,
+            _ => trainer.max_kl_sample_train,
+        },
         mask_truncated: trainer.mask_truncated,
     }
+}
+
+fn token_level(trainer: &TrainerConfig) -> Option<TokenLevel> {
+    let gamma = trainer.gamma;
+    match trainer.advantage {
+        config::AdvantageEstimator::Gae => Some(TokenLevel::Gae(Discount {
+            gamma,
+            lambda: trainer.gae_lambda,
+        })),
+        config::AdvantageEstimator::ReinforcePlusPlus => Some(TokenLevel::Returns { gamma }),
+        _ => None,
+    }
+}
+
+/// Returns the value head of a run that needs one.
+pub(super) fn critic(config: &RunConfig, policy: &Policy) -> Option<ValueHead> {
+    let trainer = &config.trainer;
+    let value = ValueConfig {
+        learning_rate: trainer.value_learning_rate,
+        clip: trainer.value_clip,
+        trunk_coef: trainer.value_trunk_coef,
+    };
+    let width = policy.decoder.config().hidden_size;
+    (trainer.advantage == config::AdvantageEstimator::Gae)
+        .then(|| ValueHead::new(width, value, optimizer_config(config)))
 }
 
 fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
@@ -51,6 +81,8 @@ fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
             Named::LeaveOneOut => Estimator::LeaveOneOut,
             Named::MaxRl => Estimator::MaxRl,
             Named::ReinforcePlusPlusBaseline => Estimator::ReinforcePlusPlusBaseline,
+            // Their advantages are those of tokens; groups are for statistics alone.
+            Named::ReinforcePlusPlus | Named::Gae => Estimator::Group,
         },
         scale: match trainer.scale_rewards {
             config::ScaleRewards::Group => RewardScale::Group,
@@ -63,7 +95,7 @@ fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
 }
 
 /// Returns the weights of the parts that a reward can have.
-fn part_weights(terms: &RewardTerms) -> Vec<(String, f64)> {
+pub(super) fn part_weights(terms: &RewardTerms) -> Vec<(String, f64)> {
     let own = [
         "passed",
         "fuel",

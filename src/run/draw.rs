@@ -3,10 +3,11 @@
 use std::sync::atomic::AtomicBool;
 
 use super::RunError;
+use super::algorithm::part_weights;
 use super::policy::Policy;
 use super::train::check_scored;
 use super::workbench::Workbench;
-use crate::config::RunConfig;
+use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;
 use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
 use crate::task::TaskSet;
@@ -15,7 +16,7 @@ use crate::task::TaskSet;
 pub(super) struct StepEpisodes {
     /// What the policy learns from.
     pub(super) groups: Vec<RolloutGroup>,
-    /// What it does not, as all rewards of each group are alike.
+    /// What it does not: groups whose rewards are all alike, and those that a step had no room for.
     pub(super) set_aside: Vec<RolloutGroup>,
     pub(super) stats: CollectorStats,
 }
@@ -54,13 +55,12 @@ impl TaskDraws<'_> {
         };
         for draw in 0..draws {
             let (groups, stats) = self.draw(engine, step, draw)?;
-            check_scored(&groups)?;
             episodes.stats.sampled_tokens += stats.sampled_tokens;
             episodes.stats.seconds += stats.seconds;
             let keeps_all = !config.trainer.dynamic_sampling;
             for group in groups {
                 let has_room = episodes.groups.len() < wanted;
-                if has_room && (keeps_all || group.is_informative()) {
+                if has_room && (keeps_all || self.is_informative(&group)) {
                     episodes.groups.push(group);
                 } else {
                     episodes.set_aside.push(group);
@@ -70,6 +70,8 @@ impl TaskDraws<'_> {
                 break;
             }
         }
+        // A draw that failed whole is made up for by the next; a step is not.
+        check_scored(episodes.groups.iter().chain(&episodes.set_aside))?;
         // Without any, the last draw's stand for the step: it learns nothing from them, and says so.
         if episodes.groups.is_empty() {
             let last = episodes.set_aside.len().saturating_sub(wanted);
@@ -82,6 +84,17 @@ impl TaskDraws<'_> {
             }
         }
         Ok(episodes)
+    }
+
+    /// Returns whether a group teaches something, as its rewards are compared: summed, or by parts.
+    pub(super) fn is_informative(&self, group: &RolloutGroup) -> bool {
+        match self.config.trainer.reward_aggregation {
+            RewardAggregation::Sum => group.is_informative(),
+            RewardAggregation::Gdpo => {
+                let parts = part_weights(&self.config.reward);
+                group.is_informative_in(parts.iter().map(|(name, _)| name.as_str()))
+            }
+        }
     }
 
     fn draw(

@@ -1,6 +1,6 @@
 //! What can stop a run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::chat::ChatError;
 use crate::config::ConfigError;
@@ -43,7 +43,7 @@ pub enum RunError {
     },
     /// Tasks to measure on are also learned from.
     #[error(
-        "{count} tasks, `{id}` among them, are learned from and measured on; set \
+        "`{id}` is learned from and measured on, one of {count} such; set \
          `task.eval_path`, or `task.split` and `task.eval_split`, so that they differ"
     )]
     NotHeldOut {
@@ -87,12 +87,25 @@ pub enum RunError {
     },
     /// The run is done.
     #[error(
-        "the run in `{path}` is done; to go on from what it made, start another with \
-         `--model {path}/final`"
+        "the run in `{path}` is done; give it further steps with `--set trainer.steps=N`, or start \
+         another from what it made with `--model {path}/final`"
     )]
     Finished {
         /// The folder.
         path: PathBuf,
+    },
+    /// A run's random numbers are named by its seed, so it cannot go on with another.
+    #[error(
+        "the run in `{path}` has seed {expected}, not {found}, and cannot go on with another; leave \
+         `seed` out, or start a new run"
+    )]
+    SeedChanged {
+        /// The run folder.
+        path: PathBuf,
+        /// The seed asked for.
+        found: u64,
+        /// The run's own.
+        expected: u64,
     },
     /// What a checkpoint says of the run's place cannot be read.
     #[error("checkpoint `{path}` does not say where the run stands: {source}")]
@@ -131,8 +144,19 @@ pub enum RunError {
         reason: String,
     },
 
+    /// A step looks wrong, and the configuration says to stop at that.
+    #[error("step {step}: {message}; `wardian train --resume {path}` goes on, given a remedy")]
+    Anomaly {
+        /// The step.
+        step: usize,
+        /// What was found, likely causes and what helps.
+        message: String,
+        /// The run folder.
+        path: PathBuf,
+    },
+
     /// The run was asked to stop.
-    #[error("stopped after step {step}; `wardian train --resume {path}` goes on from there")]
+    #[error("{}", stopped(*step, path))]
     Stopped {
         /// Steps done and saved.
         step: usize,
@@ -187,6 +211,7 @@ impl RunError {
             | Self::FolderInUse { .. }
             | Self::NoRun { .. }
             | Self::Finished { .. }
+            | Self::SeedChanged { .. }
             | Self::Progress { .. }
             | Self::Device { .. }
             | Self::Write { .. }
@@ -199,7 +224,20 @@ impl RunError {
                 error,
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }
             ),
-            Self::NothingScored { .. } | Self::Stopped { .. } | Self::Toml(_) => false,
+            Self::NothingScored { .. }
+            | Self::Anomaly { .. }
+            | Self::Stopped { .. }
+            | Self::Toml(_) => false,
+        }
+    }
+}
+
+fn stopped(step: usize, path: &Path) -> String {
+    let path = path.display();
+    match step {
+        0 => format!("stopped before the first step; `wardian train --resume {path}` starts again"),
+        _ => {
+            format!("stopped after step {step}; `wardian train --resume {path}` goes on from there")
         }
     }
 }

@@ -52,31 +52,38 @@ impl RunFolder {
         Self::open(root, Sinks::open(root, log, &[])?)
     }
 
-    /// Opens the folder of a run that was stopped after `step` steps were saved: what `metrics.jsonl`
-    /// has of later ones is dropped, as they are done again.
+    /// Returns whether `root` holds a run that came to its end.
+    #[must_use]
+    pub fn is_finished(root: &Path) -> bool {
+        root.join(SUMMARY).exists()
+    }
+
+    /// Opens the folder of a run to go on after `step` steps, of which those up to `evaluated` were
+    /// measured where that was due. What `metrics.jsonl` has of later ones is dropped, as it is done
+    /// again, and so is the summary of a run that gets further steps.
     ///
     /// # Errors
     ///
-    /// Fails where the folder holds no run, or one that is done, or cannot be written.
+    /// Fails where the folder cannot be read or written.
     pub fn reopen(
         root: &Path,
         step: usize,
+        evaluated: usize,
         run_toml: &str,
         log: &LogConfig,
     ) -> Result<Self, RunError> {
-        if root.join(SUMMARY).exists() {
-            return Err(RunError::Finished {
-                path: root.to_owned(),
-            });
-        }
         let path = root.join(METRICS);
         let kept = match fs::read_to_string(&path) {
-            Ok(text) => rows_until(&text, step),
+            Ok(text) => rows_until(&text, step, evaluated),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             Err(error) => return Err(error.into()),
         };
         write_atomically(&path, kept.as_bytes())?;
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
+        match fs::remove_file(root.join(SUMMARY)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+            _ => {}
+        }
         let rows: Vec<Row> = kept
             .lines()
             .filter_map(|row| serde_json::from_str(row).ok())
@@ -117,6 +124,15 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Flushes `metrics.jsonl` to disk.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the disk does.
+    pub fn sync(&self) -> Result<(), RunError> {
+        Ok(self.metrics.sync_data()?)
+    }
+
     /// Writes `summary.json`.
     ///
     /// # Errors
@@ -129,12 +145,17 @@ impl RunFolder {
     }
 }
 
-/// Returns the rows of steps up to `step`. A row that a crash cut off is dropped.
-fn rows_until(text: &str, step: usize) -> String {
+/// Returns the rows of steps up to `step`, and of measurements up to `evaluated`. A row that a crash
+/// cut off is dropped.
+fn rows_until(text: &str, step: usize, evaluated: usize) -> String {
     let is_kept = |line: &&str| {
-        let row: Option<serde_json::Value> = serde_json::from_str(line).ok();
-        let found = row.and_then(|row| row.get("step")?.as_u64());
-        found.is_some_and(|found| found <= step as u64)
+        let Ok(row) = serde_json::from_str::<serde_json::Value>(line) else {
+            return false;
+        };
+        let is_evaluation = row.get("eval/pass_at_1").is_some();
+        let last = if is_evaluation { evaluated } else { step };
+        let found = row.get("step").and_then(serde_json::Value::as_u64);
+        found.is_some_and(|found| found <= last as u64)
     };
     (text
         .split_inclusive('\n')
@@ -199,20 +220,34 @@ mod tests {
         let mut folder = RunFolder::create(&root, "seed = 0\n", &log).unwrap();
         for step in 1..4 {
             folder.log(&serde_json::json!({"step": step})).unwrap();
+            let measured = serde_json::json!({"step": step, "eval/pass_at_1": 0.5});
+            folder.log(&measured).unwrap();
         }
         let uninterrupted = events();
         folder.metrics.write_all(b"{\"step\": 2, \"cut").unwrap();
-        let mut folder = RunFolder::reopen(&root, 2, "seed = 1\n", &log).unwrap();
-        folder.log(&serde_json::json!({"step": 3})).unwrap();
-        assert_eq!(events(), uninterrupted, "each step is there once");
-        let lines = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
-        assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
+        let mut folder = RunFolder::reopen(&root, 2, 1, "seed = 1\n", &log).unwrap();
+        let kept = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+        let measured = r#"{"step":1,"eval/pass_at_1":0.5}"#;
+        assert_eq!(
+            kept,
+            format!("{{\"step\":1}}\n{measured}\n{{\"step\":2}}\n")
+        );
+        for row in [
+            serde_json::json!({"step": 2, "eval/pass_at_1": 0.5}),
+            serde_json::json!({"step": 3}),
+            serde_json::json!({"step": 3, "eval/pass_at_1": 0.5}),
+        ] {
+            folder.log(&row).unwrap();
+        }
+        folder.sync().unwrap();
+        assert_eq!(events(), uninterrupted, "each row is there once");
         assert_eq!(
             fs::read_to_string(root.join("run.toml")).unwrap(),
             "seed = 1\n"
         );
         folder.write_summary(&serde_json::json!({})).unwrap();
-        let error = RunFolder::reopen(&root, 2, "", &LogConfig::default()).unwrap_err();
-        assert!(matches!(error, RunError::Finished { .. }), "{error}");
+        assert!(RunFolder::is_finished(&root));
+        RunFolder::reopen(&root, 2, 1, "", &LogConfig::default()).unwrap();
+        assert!(!RunFolder::is_finished(&root), "it gets further steps");
     }
 }

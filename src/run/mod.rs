@@ -10,12 +10,14 @@ mod draw;
 mod error;
 mod evaluate;
 mod folder;
+mod metrics;
 mod policy;
 mod sft;
 mod sinks;
 mod starter;
 mod summary;
 mod train;
+mod watch;
 mod workbench;
 
 pub use self::demos::read_demonstrations;
@@ -63,6 +65,13 @@ pub enum RunEvent<'a> {
         tokens_per_second: f64,
         /// Time of the whole step.
         elapsed: Duration,
+    },
+    /// A step that looks wrong and did not before.
+    Anomaly {
+        /// The step.
+        step: usize,
+        /// What was found, likely causes and what helps.
+        message: &'a str,
     },
     /// One step of supervised fine-tuning done.
     SftStep {

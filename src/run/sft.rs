@@ -14,7 +14,9 @@ use crate::env::ToolEnvironment;
 use crate::eval::EvalReport;
 use crate::grader::SubmissionKind;
 use crate::rollout::trace_demonstration;
-use crate::trainer::{AdamW, AdamWConfig, LrSchedule, ScheduleKind, SftConfig, SftTrainer};
+use crate::trainer::{
+    AdamW, AdamWConfig, LrSchedule, ScheduleKind, SftConfig, SftTrainer, TrainerError,
+};
 
 /// How demonstrations are imitated.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,13 +37,46 @@ pub struct SftOptions {
     pub measure_every: usize,
 }
 
+impl SftOptions {
+    /// Checks that each value makes sense.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the first that does not.
+    pub fn check(&self) -> Result<(), RunError> {
+        let invalid = |field, reason: String| {
+            let error = TrainerError::InvalidConfig { field, reason };
+            Err(RunError::from(error))
+        };
+        for (field, count) in [("steps", self.steps), ("batch_size", self.batch_size)] {
+            if count == 0 {
+                return invalid(field, "0 teaches nothing, make it at least 1".to_owned());
+            }
+        }
+        let (rate, decay) = (self.learning_rate, self.weight_decay);
+        if !(rate > 0.0 && rate <= 0.1) {
+            let reason = format!("{rate} is not above 0 and at most 0.1");
+            return invalid("learning_rate", reason);
+        }
+        if !(decay >= 0.0 && decay.is_finite()) {
+            return invalid("weight_decay", format!("{decay} is not a number from 0 up"));
+        }
+        match self.stop_at {
+            Some(share) if !(0.0..=1.0).contains(&share) => {
+                invalid("stop_at", format!("{share} is not a share from 0 to 1"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// Tunes `policy` on demonstrations and writes the model to `out`.
 ///
 /// Returns the last measurement, if there was one, and the steps done.
 ///
 /// # Errors
 ///
-/// Fails where a demonstration cannot be rendered, where the model cannot be trained or measured,
+/// Fails where an option makes no sense, where a demonstration cannot be rendered, where the model cannot be trained or measured,
 /// or where `out` cannot be written.
 pub fn sft(
     config: &RunConfig,
@@ -52,6 +87,7 @@ pub fn sft(
     out: &Path,
     observer: &mut Observer<'_>,
 ) -> Result<(Option<EvalReport>, usize), RunError> {
+    options.check()?;
     let tools = if workbench.uses_tools() {
         ToolEnvironment::tool_specs(SubmissionKind::Code)
     } else {
@@ -128,4 +164,58 @@ pub fn sft(
     }
     policy.save(out)?;
     Ok((last, done))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_that_make_no_sense_are_refused_by_name() {
+        let sound = SftOptions {
+            steps: 1,
+            batch_size: 1,
+            learning_rate: 1e-4,
+            warmup_steps: 0,
+            weight_decay: 0.0,
+            stop_at: Some(1.0),
+            measure_every: 0,
+        };
+        sound.check().unwrap();
+        let refused = |options: SftOptions, field: &str| {
+            let error = options.check().unwrap_err();
+            assert!(error.to_string().contains(field), "{error}");
+            assert!(error.is_usage());
+        };
+        for learning_rate in [f64::NAN, -1e-4, 0.0, f64::INFINITY] {
+            refused(
+                SftOptions {
+                    learning_rate,
+                    ..sound
+                },
+                "learning_rate",
+            );
+        }
+        for weight_decay in [f64::NAN, -0.1, f64::INFINITY] {
+            refused(
+                SftOptions {
+                    weight_decay,
+                    ..sound
+                },
+                "weight_decay",
+            );
+        }
+        for share in [f64::NAN, -0.1, 1.1] {
+            let stop_at = Some(share);
+            refused(SftOptions { stop_at, ..sound }, "stop_at");
+        }
+        refused(SftOptions { steps: 0, ..sound }, "steps");
+        refused(
+            SftOptions {
+                batch_size: 0,
+                ..sound
+            },
+            "batch_size",
+        );
+    }
 }

@@ -1,6 +1,5 @@
 //! GRPO from the first measurement to the last.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,135 +8,29 @@ use std::time::Instant;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 
-use super::algorithm::{grpo_config, optimizer_config, schedule};
+use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::draw::TaskDraws;
 use super::evaluate::evaluate;
 use super::folder::RunFolder;
+use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow};
 use super::policy::Policy;
 use super::summary::{Difference, Measured, Summary};
+use super::watch::{Anomaly, Observed, WatchState};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
-use crate::config::RunConfig;
+use crate::config::{Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, GrpoTrainer, StepMetrics, TrainState, latest_checkpoint, load_checkpoint,
-    prune_checkpoints, save_checkpoint, shuffle_rewards,
+    AdamW, GrpoTrainer, TrainState, latest_checkpoint, load_checkpoint, prune_checkpoints,
+    remove_partial_checkpoints, save_checkpoint, shuffle_rewards,
 };
-use crate::trajectory::{Status, StepWriter, Trajectory};
+use crate::trajectory::{Status, StepWriter};
 
 /// Parameters above which layers are run again in the backward pass instead of kept: small models
 /// fit without, and save a third of the arithmetic.
 const RECOMPUTE_ABOVE: usize = 20_000_000;
-
-/// One line of `metrics.jsonl`.
-#[derive(Debug, Serialize)]
-struct MetricsRow {
-    step: usize,
-    #[serde(flatten)]
-    metrics: StepMetrics,
-    #[serde(flatten)]
-    episodes: EpisodeMetrics,
-    /// Groups that dynamic sampling replaced.
-    #[serde(rename = "episodes/groups_set_aside")]
-    set_aside: usize,
-    num_tokens: u64,
-    step_time: f64,
-    generate_time: f64,
-    update_time: f64,
-    tokens_per_second: f64,
-}
-
-/// The line of an evaluation within a run.
-#[derive(Debug, Serialize)]
-struct EvaluationRow {
-    step: usize,
-    #[serde(rename = "eval/pass_at_1")]
-    pass_at_1: f64,
-    #[serde(rename = "eval/ci95")]
-    ci95: [f64; 2],
-}
-
-/// What the episodes of a step were like; names as in TRL.
-#[derive(Debug, Default, Serialize)]
-struct EpisodeMetrics {
-    #[serde(rename = "completions/mean_length")]
-    mean_length: f64,
-    #[serde(rename = "completions/min_length")]
-    min_length: usize,
-    #[serde(rename = "completions/max_length")]
-    max_length: usize,
-    #[serde(rename = "completions/clipped_ratio")]
-    clipped_ratio: f64,
-    #[serde(rename = "tools/call_frequency")]
-    call_frequency: f64,
-    #[serde(rename = "tools/failure_frequency")]
-    failure_frequency: f64,
-    /// Mean of each part of the reward.
-    #[serde(flatten)]
-    rewards: BTreeMap<String, f64>,
-    #[serde(rename = "episodes/turns")]
-    turns: f64,
-    #[serde(rename = "episodes/unscorable")]
-    unscorable: usize,
-    #[serde(rename = "sandbox/tool_seconds")]
-    tool_seconds: f64,
-    #[serde(rename = "sandbox/grade_seconds")]
-    grade_seconds: f64,
-}
-
-impl EpisodeMetrics {
-    fn new(groups: &[RolloutGroup]) -> Self {
-        let episodes: Vec<&Trajectory> = groups
-            .iter()
-            .flat_map(|group| &group.trajectories)
-            .collect();
-        if episodes.is_empty() {
-            return Self::default();
-        }
-        let count = episodes.len() as f64;
-        let sum = |value: &dyn Fn(&Trajectory) -> f64| -> f64 {
-            episodes.iter().map(|episode| value(episode)).sum()
-        };
-        let lengths: Vec<usize> = episodes
-            .iter()
-            .map(|episode| episode.trace.sampled_len())
-            .collect();
-        let turns = |value: &dyn Fn(&crate::trajectory::Turn) -> u32| -> f64 {
-            episodes
-                .iter()
-                .flat_map(|episode| &episode.turns)
-                .map(|t| f64::from(value(t)))
-                .sum()
-        };
-        let scored = episodes
-            .iter()
-            .filter(|episode| episode.reward.is_some())
-            .count();
-        let mut rewards = BTreeMap::new();
-        for (name, part) in episodes.iter().flat_map(|episode| &episode.rewards) {
-            *rewards.entry(format!("rewards/{name}/mean")).or_insert(0.0) += part / scored as f64;
-        }
-        let calls = turns(&|turn| turn.tool_calls);
-        Self {
-            mean_length: lengths.iter().sum::<usize>() as f64 / count,
-            min_length: lengths.iter().copied().min().unwrap_or(0),
-            max_length: lengths.iter().copied().max().unwrap_or(0),
-            clipped_ratio: sum(&|episode| f64::from(u8::from(episode.is_truncated()))) / count,
-            call_frequency: calls / count,
-            failure_frequency: turns(&|turn| turn.tool_failures) / calls.max(1.0),
-            rewards,
-            turns: sum(&|episode| episode.turns.len() as f64) / count,
-            unscorable: episodes
-                .iter()
-                .filter(|episode| episode.reward.is_none())
-                .count(),
-            tool_seconds: sum(&|episode| episode.usage.tool_seconds),
-            grade_seconds: sum(&|episode| episode.usage.grade_seconds),
-        }
-    }
-}
 
 /// Where a run is written, and whether it goes on.
 #[derive(Debug)]
@@ -154,6 +47,11 @@ pub struct TrainOptions<'a> {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Progress {
     before: EvalReport,
+    /// The last step that was measured on the way.
+    #[serde(default)]
+    evaluated: usize,
+    #[serde(default)]
+    watch: WatchState,
     tokens: u64,
     batches_drawn: u64,
     wall_s: f64,
@@ -164,6 +62,7 @@ struct Run<'a> {
     config: &'a RunConfig,
     policy: &'a Policy,
     out: &'a Path,
+    folder: RunFolder,
     trainer: GrpoTrainer,
     progress: Progress,
     /// Steps done.
@@ -180,11 +79,22 @@ impl Run<'_> {
         self.wall_before + self.started.elapsed().as_secs_f64()
     }
 
+    /// Returns whether a measurement on the way is due that is not done yet. The last step's is that of
+    /// the summary.
+    fn owes_evaluation(&self, steps: usize) -> bool {
+        let is_on_the_way = 0 < self.step && self.step < steps;
+        is_on_the_way
+            && is_due(self.step, self.config.eval.every)
+            && self.progress.evaluated < self.step
+    }
+
     fn save(&mut self) -> Result<(), RunError> {
         if self.saved == Some(self.step) {
             return Ok(());
         }
         self.progress.wall_s = self.wall_s();
+        // What a checkpoint says is done must be in the log, whatever happens to the machine.
+        self.folder.sync()?;
         let state = TrainState {
             step: self.step,
             seed: self.config.seed,
@@ -194,6 +104,7 @@ impl Run<'_> {
             self.out,
             &self.policy.decoder,
             self.trainer.optimizer(),
+            self.trainer.critic(),
             &state,
             Some(&self.policy.source),
         )?;
@@ -224,7 +135,7 @@ pub fn train(
     let held_out = evaluation_tasks(config)?;
     check_held_out(&tasks, &held_out)?;
     let mut engine = new_engine(config, policy)?;
-    let (mut folder, mut run) = begin(config, policy, options)?;
+    let mut run = begin(config, policy, options)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
         let stop = options.stop;
         let report = evaluate(config, policy, workbench, engine, &held_out, stop, observer)?;
@@ -252,13 +163,36 @@ pub fn train(
         drawn: run.progress.batches_drawn,
     };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
-    while run.step < steps {
+    loop {
+        if run.owes_evaluation(steps) {
+            let report = match measure(&mut engine, run.step, observer) {
+                Err(error) if error.is_stop() => return Err(stop(&mut run)?),
+                report => report?,
+            };
+            run.folder.log(&EvaluationRow {
+                step: run.step,
+                pass_at_1: report.pass_at_1,
+                ci95: report.ci95,
+            })?;
+            run.progress.evaluated = run.step;
+        }
+        let is_last = run.step >= steps;
+        if is_last || (run.step > 0 && is_due(run.step, config.trainer.save_every)) {
+            run.save()?;
+        }
+        if is_last {
+            break;
+        }
+        if options.stop.load(Ordering::Relaxed) {
+            return Err(stop(&mut run)?);
+        }
         let step = run.step + 1;
         let step_started = Instant::now();
         let mut episodes = match draws.step(&mut engine, step as u64) {
             Err(error) if error.is_stop() => return Err(stop(&mut run)?),
             episodes => episodes?,
         };
+        let progress = run.progress.clone();
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
         run.progress.batches_drawn = draws.drawn;
@@ -272,13 +206,44 @@ pub fn train(
             shuffle_rewards(&mut episodes.groups, seed);
         }
         let update_started = Instant::now();
-        let metrics = run.trainer.step(&policy.decoder, &episodes.groups)?;
+        let episode_metrics = EpisodeMetrics::new(&episodes.groups);
+        let is_flat = !(episodes.groups.iter()).any(|group| draws.is_informative(group));
+        let observed = observed(&episodes.groups, is_flat, &episode_metrics);
+        let watch = &config.watch;
+        let mut found = run.progress.watch.before_update(watch, observed);
+        if let Some(anomaly) = stopping(&found) {
+            run.progress = progress;
+            return Err(end(&mut run, step, anomaly)?);
+        }
+        let metrics = if found.iter().any(|found| found.response == Response::Skip) {
+            run.trainer.skip(&episodes.groups)?
+        } else {
+            match run.trainer.step(&policy.decoder, &episodes.groups) {
+                Ok(metrics) => metrics,
+                Err(error) => match run.progress.watch.of_refusal(watch, &error) {
+                    Some(anomaly) => {
+                        found.push(anomaly);
+                        run.trainer.skip(&episodes.groups)?
+                    }
+                    None => {
+                        run.progress = progress;
+                        if run.step > 0 && config.trainer.num_iterations == 1 {
+                            run.save()?;
+                        }
+                        return Err(error.into());
+                    }
+                },
+            }
+        };
         run.step = step;
+        let max_drift = config.trainer.max_kl_sample_train;
+        found.extend(run.progress.watch.after_update(watch, max_drift, &metrics));
         let elapsed = step_started.elapsed();
         let row = MetricsRow {
             step,
             metrics,
-            episodes: EpisodeMetrics::new(&episodes.groups),
+            episodes: episode_metrics,
+            anomalies: found.iter().map(|found| found.kind).collect(),
             set_aside: episodes.set_aside.len(),
             num_tokens: run.progress.tokens,
             step_time: elapsed.as_secs_f64(),
@@ -286,37 +251,30 @@ pub fn train(
             update_time: update_started.elapsed().as_secs_f64(),
             tokens_per_second: tokens_per_second(stats),
         };
-        folder.log(&row)?;
+        run.folder.log(&row)?;
         observer(RunEvent::Step {
             step,
             metrics: &row.metrics,
             tokens_per_second: row.tokens_per_second,
             elapsed,
         });
-        if is_due(step, config.eval.every) && step < steps {
-            let report = match measure(&mut engine, step, observer) {
-                Err(error) if error.is_stop() => return Err(stop(&mut run)?),
-                report => report?,
-            };
-            folder.log(&EvaluationRow {
+        for anomaly in found.iter().filter(|found| found.is_new) {
+            observer(RunEvent::Anomaly {
                 step,
-                pass_at_1: report.pass_at_1,
-                ci95: report.ci95,
-            })?;
+                message: &anomaly.message,
+            });
         }
-        if is_due(step, config.trainer.save_every) || step == steps {
-            run.save()?;
-        }
-        if options.stop.load(Ordering::Relaxed) && step < steps {
-            return Err(stop(&mut run)?);
+        if let Some(anomaly) = stopping(&found) {
+            return Err(end(&mut run, step, anomaly)?);
         }
     }
     // What a run left that was killed behind this point.
-    if folder.model().exists() {
-        fs::remove_dir_all(folder.model())?;
+    let model = run.folder.model();
+    if model.exists() {
+        fs::remove_dir_all(&model)?;
     }
-    policy.save(&folder.model())?;
-    let after = match measure(&mut engine, steps, observer) {
+    policy.save(&model)?;
+    let after = match measure(&mut engine, run.step, observer) {
         Err(error) if error.is_stop() => return Err(stop(&mut run)?),
         report => report?,
     };
@@ -331,12 +289,12 @@ pub fn train(
         before: Measured::new(before, config.eval.samples),
         after: Measured::new(&after, config.eval.samples),
         difference,
-        steps,
+        steps: run.step,
         wall_s: run.wall_s(),
         tokens: run.progress.tokens,
         seed: config.seed,
     };
-    folder.write_summary(&summary)?;
+    run.folder.write_summary(&summary)?;
     Ok(summary)
 }
 
@@ -345,17 +303,26 @@ fn begin<'a>(
     config: &'a RunConfig,
     policy: &'a Policy,
     options: &TrainOptions<'a>,
-) -> Result<(RunFolder, Run<'a>), RunError> {
+) -> Result<Run<'a>, RunError> {
     let out = options.out;
     let mut optimizer = AdamW::new(&policy.decoder, optimizer_config(config))?;
+    let mut critic = critic(config, policy);
     let checkpoint = if options.resume {
+        remove_partial_checkpoints(out)?;
         latest_checkpoint(out)?
     } else {
         None
     };
     let restored = match &checkpoint {
         Some(path) => {
-            let state = load_checkpoint(path, &policy.decoder, &mut optimizer)?;
+            let state = load_checkpoint(path, &policy.decoder, &mut optimizer, critic.as_mut())?;
+            if state.seed != config.seed {
+                return Err(RunError::SeedChanged {
+                    path: out.to_owned(),
+                    found: config.seed,
+                    expected: state.seed,
+                });
+            }
             let progress =
                 Progress::deserialize(&state.extra).map_err(|source| RunError::Progress {
                     path: path.clone(),
@@ -367,26 +334,33 @@ fn begin<'a>(
         None => None,
     };
     let step = restored.as_ref().map(|(step, _)| *step);
+    let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
     let run_toml = config.to_toml()?;
     let folder = if options.resume {
-        RunFolder::reopen(out, step.unwrap_or(0), &run_toml, &config.log)?
+        let is_done = step.is_some_and(|step| step as u64 >= config.trainer.steps);
+        if is_done && RunFolder::is_finished(out) {
+            return Err(RunError::Finished {
+                path: out.to_owned(),
+            });
+        }
+        let evaluated = progress.evaluated;
+        RunFolder::reopen(out, step.unwrap_or(0), evaluated, &run_toml, &config.log)?
     } else {
         RunFolder::create(out, &run_toml, &config.log)?
     };
-    let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
     let trainer = GrpoTrainer::new(grpo_config(config, policy), schedule(config), optimizer);
-    let run = Run {
+    Ok(Run {
         config,
         policy,
         out,
-        trainer: trainer.resume_after(step.unwrap_or(0)),
+        folder,
+        trainer: trainer.with_critic(critic).resume_after(step.unwrap_or(0)),
         wall_before: progress.wall_s,
         progress,
         step: step.unwrap_or(0),
         saved: step,
         started: Instant::now(),
-    };
-    Ok((folder, run))
+    })
 }
 
 /// Saves a run that is asked to stop, and returns the error that says so. Before its first step there
@@ -399,6 +373,35 @@ fn stop(run: &mut Run<'_>) -> Result<RunError, RunError> {
         step: run.step,
         path: run.out.to_owned(),
     })
+}
+
+fn stopping(found: &[Anomaly]) -> Option<&Anomaly> {
+    found.iter().find(|found| found.response == Response::Stop)
+}
+
+/// Saves a run that ends at a step which looks wrong, and returns the error that says so.
+fn end(run: &mut Run<'_>, step: usize, anomaly: &Anomaly) -> Result<RunError, RunError> {
+    if run.step > 0 {
+        run.save()?;
+    }
+    Ok(RunError::Anomaly {
+        step,
+        message: anomaly.message.clone(),
+        path: run.out.to_owned(),
+    })
+}
+
+/// Returns what is known of a step before its update.
+fn observed(groups: &[RolloutGroup], is_flat: bool, metrics: &EpisodeMetrics) -> Observed {
+    let episodes = || groups.iter().flat_map(|group| &group.trajectories);
+    let rewards: Vec<f64> = episodes().filter_map(|episode| episode.reward).collect();
+    let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
+    Observed {
+        truncated: metrics.clipped_ratio,
+        unscorable: metrics.unscorable as f64 / episodes().count().max(1) as f64,
+        is_flat,
+        reward: (!rewards.is_empty()).then_some(mean),
+    }
 }
 
 /// Writes the episodes of a step.
@@ -416,9 +419,11 @@ fn store<'a>(
 }
 
 /// Refuses episodes of which none could be scored: going on would learn nothing, in silence.
-pub(super) fn check_scored(groups: &[RolloutGroup]) -> Result<(), RunError> {
+pub(super) fn check_scored<'a>(
+    groups: impl IntoIterator<Item = &'a RolloutGroup>,
+) -> Result<(), RunError> {
     let mut reason = None;
-    for trajectory in groups.iter().flat_map(|group| &group.trajectories) {
+    for trajectory in groups.into_iter().flat_map(|group| &group.trajectories) {
         if trajectory.reward.is_some() {
             return Ok(());
         }

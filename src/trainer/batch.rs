@@ -12,6 +12,7 @@
 use std::ops::Range;
 
 use super::TrainerError;
+use super::credit::TokenCredit;
 use super::logprob::Targets;
 use super::loss::{LossConfig, SequenceTokens, StepTotals};
 use crate::engine::model::PackedBatch;
@@ -30,6 +31,8 @@ pub struct TrainSequence {
     pub reference: Option<Vec<f64>>,
     /// The advantage of all its tokens.
     pub advantage: f64,
+    /// What its tokens are credited with one by one, in place of that.
+    pub credit: Option<TokenCredit>,
 }
 
 impl TrainSequence {
@@ -61,6 +64,10 @@ impl TrainSequence {
             (
                 "reference against tokens",
                 self.reference.as_ref().map(Vec::len),
+            ),
+            (
+                "advantages against tokens",
+                (self.credit.as_ref()).map(|credit| credit.advantages.len()),
             ),
         ];
         for (what, found) in lengths {
@@ -95,6 +102,10 @@ pub struct MicroBatch {
     pub reference: Vec<f64>,
     /// Advantage of each target.
     pub advantages: Vec<f64>,
+    /// What the value head said of each target before the step; empty without one.
+    pub values: Vec<f64>,
+    /// What it is to say; empty without one.
+    pub returns: Vec<f64>,
     /// Weight of each target in the step's loss.
     pub weights: Vec<f64>,
     /// Weight of each target's entropy in the step's loss.
@@ -119,7 +130,7 @@ impl MicroBatch {
             old: &self.old[targets.clone()],
             sampled: &self.sampled[targets.clone()],
             reference: self.reference.get(targets.clone()).unwrap_or_default(),
-            advantage: self.advantages.get(targets.start).copied().unwrap_or(0.0),
+            advantages: &self.advantages[targets],
         }
     }
 
@@ -175,7 +186,13 @@ impl MicroBatch {
                     .as_ref()
                     .map(|reference| reference[token]),
             );
-            self.advantages.push(sequence.advantage);
+            let credit = sequence.credit.as_ref();
+            self.advantages
+                .push(credit.map_or(sequence.advantage, |credit| credit.advantages[token]));
+            self.values
+                .extend(credit.and_then(|credit| credit.values.get(token)));
+            self.returns
+                .extend(credit.and_then(|credit| credit.returns.get(token)));
             self.weights.push(member.weight);
         }
         self.ends.push(self.targets.len());
@@ -267,6 +284,7 @@ mod tests {
             logprobs: tokens.iter().map(|&token| -f64::from(token)).collect(),
             reference: None,
             advantage: 1.0,
+            credit: None,
         }
     }
 

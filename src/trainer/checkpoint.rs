@@ -1,8 +1,8 @@
 //! Saving and resuming: `checkpoints/step-N/`.
 //!
 //! A checkpoint folder holds the weights (`model.safetensors` and `config.json`, or an adapter that PEFT
-//! loads), the optimizer's moments (`optimizer.safetensors`) and `state.json`. It is written under
-//! another name, flushed to disk and renamed, so that a folder with the right name is complete.
+//! loads), the optimizer's moments (`optimizer.safetensors`), PPO's value head
+//! (`value_head.safetensors`) and `state.json`. It is written under another name, flushed to disk and renamed, so that a folder with the right name is complete.
 
 use std::collections::HashMap;
 use std::fs::Permissions;
@@ -16,10 +16,12 @@ use serde_json::Value;
 
 use super::TrainerError;
 use super::optim::AdamW;
+use super::value::ValueHead;
 use crate::engine::model::{
     Decoder, LoraAdapter, load_weights, read_safetensors, write_safetensors,
 };
 
+const PARTIAL: &str = ".partial-";
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -61,13 +63,14 @@ pub fn save_checkpoint(
     run: &Path,
     decoder: &Decoder,
     optimizer: &AdamW,
+    critic: Option<&ValueHead>,
     state: &TrainState,
     base_model: Option<&str>,
 ) -> Result<PathBuf, TrainerError> {
     let folder = run.join(FOLDER);
     fs::create_dir_all(&folder).map_err(|source| io_error(&folder, source))?;
     let partial = tempfile::Builder::new()
-        .prefix(".partial-")
+        .prefix(PARTIAL)
         .permissions(Permissions::from_mode(0o777)) // less the umask
         .tempdir_in(&folder)
         .map_err(|source| io_error(&folder, source))?;
@@ -78,6 +81,9 @@ pub fn save_checkpoint(
         None => decoder.save(path)?,
     }
     write_safetensors(&path.join(OPTIMIZER), &optimizer.state()?)?;
+    if let Some(critic) = critic {
+        critic.save(path)?;
+    }
     let file = StateFile {
         format: FORMAT,
         is_adapter: adapter.is_some(),
@@ -98,6 +104,26 @@ pub fn save_checkpoint(
     fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
     flush(&folder)?;
     Ok(target)
+}
+
+/// Removes what saving left behind when the process was killed in the middle of it.
+///
+/// # Errors
+///
+/// Fails if the folder cannot be read or something cannot be removed.
+pub fn remove_partial_checkpoints(run: &Path) -> Result<(), TrainerError> {
+    let folder = run.join(FOLDER);
+    if !folder.exists() {
+        return Ok(());
+    }
+    for entry in fs::read_dir(&folder).map_err(|source| io_error(&folder, source))? {
+        let path = entry.map_err(|source| io_error(&folder, source))?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        if name.is_some_and(|name| name.starts_with(PARTIAL)) {
+            fs::remove_dir_all(&path).map_err(|source| io_error(&path, source))?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes all but the `keep` newest checkpoints of a run.
@@ -163,7 +189,7 @@ pub fn latest_checkpoint(run: &Path) -> Result<Option<PathBuf>, TrainerError> {
     Ok(step.map(|step| run.join(FOLDER).join(format!("step-{step}"))))
 }
 
-/// Sets the decoder's variables and the optimizer's moments from a checkpoint folder.
+/// Sets the decoder's variables, the optimizer's moments and the value head, if there is one, from a checkpoint folder.
 ///
 /// # Errors
 ///
@@ -173,6 +199,7 @@ pub fn load_checkpoint(
     path: &Path,
     decoder: &Decoder,
     optimizer: &mut AdamW,
+    critic: Option<&mut ValueHead>,
 ) -> Result<TrainState, TrainerError> {
     let state_path = path.join(STATE);
     let text = fs::read_to_string(&state_path).map_err(|source| io_error(&state_path, source))?;
@@ -214,5 +241,8 @@ pub fn load_checkpoint(
         decoder.set_variables(&load_weights(path, decoder.config(), wide, &Device::Cpu)?)?;
     }
     optimizer.restore(&moments, file.optimizer_steps)?;
+    if let Some(critic) = critic {
+        critic.load(path)?;
+    }
     Ok(file.state)
 }

@@ -4,6 +4,7 @@ use super::TrainerError;
 use super::batch::MicroBatch;
 use super::logprob::{HeadLoss, Scores, backward_through_head, score};
 use super::loss::{LossConfig, LossMetrics, TokenTerm};
+use super::value::ValueHead;
 use crate::engine::model::{Adapters, Decoder, Gradients};
 
 /// How a micro-batch goes through the model.
@@ -52,6 +53,23 @@ pub fn accumulate_policy_gradient(
     pass: PassConfig,
     gradients: &mut Gradients,
 ) -> Result<LossMetrics, TrainerError> {
+    accumulate_actor_critic_gradient(decoder, micro, loss, pass, gradients, None)
+}
+
+/// Does what [`accumulate_policy_gradient`] does, and adds the value loss's gradient to a value head,
+/// given with the weight of each target's value, and as far as it goes to the model below.
+///
+/// # Errors
+///
+/// Fails as that does, and if the micro-batch has no returns for the head to learn.
+pub fn accumulate_actor_critic_gradient(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    loss: &LossConfig,
+    pass: PassConfig,
+    gradients: &mut Gradients,
+    critic: Option<(&mut ValueHead, f64)>,
+) -> Result<LossMetrics, TrainerError> {
     if micro.sampled.len() != micro.targets.len() {
         return Err(TrainerError::Length {
             what: "sampled log-probabilities against targets",
@@ -85,6 +103,10 @@ pub fn accumulate_policy_gradient(
             entropy: -micro.entropy_weight,
         },
     )?;
+    let dhidden = match critic {
+        Some((head, weight)) => head.accumulate(&hidden, micro, weight, dhidden)?,
+        None => dhidden,
+    };
     decoder.backward(tape, &dhidden, gradients)?;
     let mut metrics = LossMetrics::default();
     for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()

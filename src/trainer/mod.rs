@@ -3,6 +3,7 @@
 mod advantage;
 mod batch;
 mod checkpoint;
+mod credit;
 mod error;
 mod gradient;
 mod grpo;
@@ -11,6 +12,8 @@ mod loss;
 mod optim;
 mod sft;
 mod shaping;
+mod tree;
+mod value;
 
 #[cfg(test)]
 mod tests;
@@ -22,13 +25,15 @@ pub use advantage::{
 pub use batch::{MicroBatch, TrainSequence, pack};
 pub use checkpoint::{
     TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,
-    save_checkpoint,
+    remove_partial_checkpoints, save_checkpoint,
 };
+pub use credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
 pub use error::TrainerError;
 pub use gradient::{
-    PassConfig, accumulate_nll_gradient, accumulate_policy_gradient, score_micro_batch,
+    PassConfig, accumulate_actor_critic_gradient, accumulate_nll_gradient,
+    accumulate_policy_gradient, score_micro_batch,
 };
-pub use grpo::{GrpoConfig, GrpoTrainer, StepMetrics, shuffle_rewards};
+pub use grpo::{GrpoConfig, GrpoTrainer, StepMetrics, TokenLevel, ValueMetrics, shuffle_rewards};
 pub use logprob::{HeadLoss, Scores, Targets, backward_through_head, score};
 pub use loss::{
     Aggregation, CorrectionLevel, KlEstimator, LossConfig, LossMetrics, MaskedSequences,
@@ -37,3 +42,5 @@ pub use loss::{
 pub use optim::{AdamW, AdamWConfig, LrSchedule, ScheduleKind, UpdateStatistics};
 pub use sft::{SftConfig, SftMetrics, SftTrainer};
 pub use shaping::OverlongPenalty;
+pub use tree::{edge_advantages, tree_group_advantages};
+pub use value::{ValueConfig, ValueHead, ValueSums, value_loss};

@@ -306,6 +306,53 @@ impl AdamW {
     }
 }
 
+/// The same optimizer for one vector of numbers beside the decoder's.
+#[derive(Debug, Clone)]
+pub(super) struct VectorAdamW {
+    config: AdamWConfig,
+    first: Vec<f64>,
+    second: Vec<f64>,
+    steps: usize,
+}
+
+impl VectorAdamW {
+    pub(super) fn new(len: usize, config: AdamWConfig) -> Self {
+        Self {
+            config,
+            first: vec![0.0; len],
+            second: vec![0.0; len],
+            steps: 0,
+        }
+    }
+
+    /// Updates `values` in place and returns the gradient's norm.
+    pub(super) fn step(
+        &mut self,
+        values: &mut [f64],
+        gradient: &[f64],
+        learning_rate: f64,
+    ) -> Result<f64, TrainerError> {
+        let norm = gradient.iter().map(|g| g * g).sum::<f64>().sqrt();
+        if !norm.is_finite() {
+            return Err(TrainerError::GradientNotFinite { norm });
+        }
+        self.steps += 1;
+        let clip = self.config.clip_factor(norm);
+        let update = Update::new(&self.config, learning_rate, clip, self.steps);
+        update.apply(values, gradient, &mut self.first, &mut self.second);
+        Ok(norm)
+    }
+
+    /// Returns the moments and the number of updates so far.
+    pub(super) fn state(&self) -> (&[f64], &[f64], usize) {
+        (&self.first, &self.second, self.steps)
+    }
+
+    pub(super) fn restore(&mut self, first: Vec<f64>, second: Vec<f64>, steps: usize) {
+        (self.first, self.second, self.steps) = (first, second, steps);
+    }
+}
+
 fn flat<T: Real>(values: Vec<T>) -> candle_core::Result<Tensor> {
     let len = values.len();
     Tensor::from_vec(values, len, &candle_core::Device::Cpu)

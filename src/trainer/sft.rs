@@ -74,6 +74,7 @@ impl SftTrainer {
                 logprobs: Vec::new(),
                 reference: None,
                 advantage: 0.0,
+                credit: None,
             })
             .collect();
         let random = ChaCha8Rng::seed_from_u64(config.seed);

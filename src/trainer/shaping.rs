@@ -18,6 +18,11 @@ pub struct OverlongPenalty {
 impl OverlongPenalty {
     /// Returns what an answer of `tokens` sampled tokens loses, as a number that is not positive.
     pub fn of(&self, tokens: usize) -> f64 {
+        self.weight * self.unweighted(tokens)
+    }
+
+    /// Returns the same before its weight: from 0 to -1.
+    pub fn unweighted(&self, tokens: usize) -> f64 {
         let start = self.limit.saturating_sub(self.margin);
         let share = if tokens <= start {
             0.0
@@ -26,7 +31,7 @@ impl OverlongPenalty {
         } else {
             (tokens - start) as f64 / (self.limit - start) as f64
         };
-        -self.weight * share
+        -share
     }
 }
 

@@ -4,6 +4,7 @@ mod chat;
 mod cli;
 mod config;
 mod engine;
+mod golden;
 mod grader;
 mod layering;
 mod reward_attacks;

@@ -198,6 +198,14 @@ fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
     ],
     "adapter_model.safetensors"
 )]
+#[case::a_value_head(
+    &[
+        "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
+        "--set", "trainer.advantage=gae", "--set", "trainer.value_trunk_coef=0.1",
+        "--set", "trainer.num_iterations=2",
+    ],
+    "model.safetensors"
+)]
 fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] weights: &str) {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
@@ -214,7 +222,9 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
     // Without a checkpoint on the way, what is saved is saved because of the signal.
-    let settings = ["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
+    // The signal comes while the second step is measured, and is not hidden by `-q`.
+    let mut settings = vec!["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
+    settings.extend(["--set", "eval.every=2", "-q"]);
     train(&whole, &settings);
     let output = interrupt(&stopped, &settings, "-TERM");
     let messages = String::from_utf8_lossy(&output.stderr);
@@ -224,17 +234,85 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
         .expect("a checkpoint")
         .count();
     assert_eq!(saved, 1);
+    // Another seed would be another run.
+    refused(&stopped, &["--set", "seed=4"], "has seed 3, not 4");
+    // As a crash in the middle of saving leaves it.
+    let partial = stopped.join("checkpoints/.partial-x");
+    fs_err::create_dir(&partial).expect("a folder");
     wardian(&["train", "--resume", stopped.to_str().expect("UTF-8")]);
+    assert!(!partial.exists());
     assert_same_run(&whole, &stopped, "model.safetensors");
 
     // It is done now.
+    refused(&stopped, &[], "is done");
+}
+
+#[test]
+fn a_run_that_is_done_takes_further_steps() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (whole, extended) = (folder.path().join("whole"), folder.path().join("extended"));
+    let measured = ["--set", "eval.every=2", "--set", "trainer.save_every=0"];
+    train(
+        &whole,
+        &[&measured[..], &["--set", "trainer.steps=6"]].concat(),
+    );
+    train(
+        &extended,
+        &[&measured[..], &["--set", "trainer.steps=4"]].concat(),
+    );
+    assert_eq!(json(&extended.join("summary.json"))["steps"], 4);
+    let run = extended.to_str().expect("UTF-8");
+    wardian(&["train", "--resume", run, "--set", "trainer.steps=6"]);
+    assert_eq!(json(&extended.join("summary.json"))["steps"], 6);
+    assert_same_run(&whole, &extended, "model.safetensors");
+}
+
+#[test]
+fn a_run_stops_at_what_looks_wrong_and_goes_on_with_a_remedy() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    // No episode ends within two tokens.
+    let settings = ["rollout.max_new_tokens=2", "watch.truncated=stop"];
+    let sets = settings.iter().flat_map(|set| ["--set", set]);
     let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
-        .args(["train", "--resume"])
-        .arg(&stopped)
+        .args(["train", "--seed", "3", "--out"])
+        .arg(&run)
+        .args(SMALL)
+        .args(sets)
         .output()
         .expect("the binary starts");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("is done"));
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{messages}");
+    assert!(
+        messages.contains("step 1: 100 % of the episodes were cut off"),
+        "{messages}"
+    );
+    assert!(
+        messages.contains("raise `rollout.max_new_tokens`"),
+        "{messages}"
+    );
+    let path = run.to_str().expect("UTF-8");
+    wardian(&["train", "--resume", path, "--set", "watch.truncated=skip"]);
+    let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    for line in text.lines() {
+        let row: Value = serde_json::from_str(line).expect("a JSON line");
+        assert_eq!(row["anomalies"], serde_json::json!(["truncated"]), "{row}");
+        assert_eq!(row["grad_norm"], 0.0, "nothing is learned from it");
+    }
+    assert_eq!(text.lines().count(), 2);
+}
+
+/// Resumes a run and expects it to be refused.
+fn refused(run: &Path, extra: &[&str], expected: &str) {
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["train", "--resume"])
+        .arg(run)
+        .args(extra)
+        .output()
+        .expect("the binary starts");
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{messages}");
+    assert!(messages.contains(expected), "{messages}");
 }
 
 /// Compares weights, episodes and what was measured.
@@ -250,16 +328,19 @@ fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
         };
         assert_eq!(traces(whole), traces(resumed), "step {step}");
     }
-    let rows = |run: &Path| -> Vec<(Value, Value, Value)> {
+    let rows = |run: &Path| -> Vec<[Value; 5]> {
         let text = fs_err::read_to_string(run.join("metrics.jsonl")).expect("metrics");
         text.lines()
             .map(|line| serde_json::from_str::<Value>(line).expect("a JSON line"))
             .map(|row| {
-                (
-                    row["step"].clone(),
-                    row["loss"].clone(),
-                    row["num_tokens"].clone(),
-                )
+                [
+                    "step",
+                    "loss",
+                    "num_tokens",
+                    "eval/pass_at_1",
+                    "critic/vf_loss",
+                ]
+                .map(|key| row[key].clone())
             })
             .collect()
     };

@@ -10,8 +10,9 @@ const INTRODUCTION: &str = "\
 # The run file
 
 One TOML file describes a run. Keys that are left out have the defaults named here, a `preset` replaces
-defaults, the file goes before its preset, and `--set section.key=value` before the file. `wardian train`
-leaves the resolved file in the run folder as `run.toml`, and `wardian train --config` reads it back.
+defaults, the file goes before its preset, and `--set section.key=value` before the file; a preset that
+`--set` names goes before the file, too. `wardian train` leaves the resolved file in the run folder as
+`run.toml`, and `wardian train --config` reads it back.
 
 The page is written from the documentation in `src/config/mod.rs`.
 ";

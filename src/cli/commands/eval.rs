@@ -10,7 +10,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::cli::progress::Progress;
+use crate::cli::progress::{Progress, counted};
 use crate::run::{RunEvent, evaluate, evaluation_tasks, new_engine};
 
 /// Arguments of `wardian eval`.
@@ -84,11 +84,11 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
             .map_err(Failure::internal)?;
     }
     printer.note(&format!(
-        "pass@1 has the 95 % interval {:.1} to {:.1}, over {} tasks with {} samples each",
+        "pass@1 has the 95 % interval {:.1} to {:.1}, over {} with {} each",
         report.ci95[0] * 100.0,
         report.ci95[1] * 100.0,
-        report.tasks,
-        config.eval.samples,
+        counted(report.tasks, "task"),
+        counted(config.eval.samples, "sample"),
     ));
     Ok(ExitStatus::Success)
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::runtime::Sandboxes;
 use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
-use crate::config::RunConfig;
+use crate::config::{Preset, RunConfig};
 use crate::engine::model::{LoraAdapter, Trainable};
 use crate::grader::{GradeLimits, GraderRegistry};
 use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
@@ -33,8 +33,8 @@ pub(super) struct Loaded {
     pub(super) scratch: Option<tempfile::TempDir>,
 }
 
-/// Resolves the configuration: the file, or the starter's where neither a file, a model nor tasks
-/// are named; then the arguments; then `--set`.
+/// Resolves the configuration: the file, or the starter's where neither a file nor a model is named;
+/// then a preset that `--set` names; then the arguments; then `--set`.
 pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
     let mut sets = Vec::new();
     let quoted = |text: &str| toml::Value::String(text.to_owned()).to_string();
@@ -50,12 +50,13 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
     );
     sets.extend(args.seed.iter().map(|seed| format!("seed={seed}")));
     sets.extend(args.overrides.iter().cloned());
+    let has_sources = Preset::named_in(&sets).is_some_and(Preset::names_sources);
     let config = match &args.config {
         Some(path) => RunConfig::load(Some(path), &sets),
         // The starter's settings suit its own model, and nothing else.
-        None if args.model.is_none() => RunConfig::from_toml(STARTER_RUN, &sets),
+        None if args.model.is_none() && !has_sources => RunConfig::from_toml(STARTER_RUN, &sets),
         None => {
-            if args.tasks.is_none() {
+            if args.tasks.is_none() && !has_sources {
                 sets.insert(0, format!("task.path={}", quoted(STARTER)));
             }
             RunConfig::load(None, &sets)

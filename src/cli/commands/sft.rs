@@ -10,7 +10,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, require_empty_folder};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::cli::progress::Progress;
+use crate::cli::progress::{Progress, counted};
 use crate::run::{Policy, RunEvent, SftOptions, read_demonstrations, sft};
 
 /// Arguments of `wardian sft`.
@@ -52,6 +52,16 @@ pub(in crate::cli) struct SftArgs {
 
 pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     require_empty_folder(&args.out)?;
+    let options = SftOptions {
+        steps: args.steps,
+        batch_size: args.batch_size,
+        learning_rate: args.learning_rate,
+        warmup_steps: args.warmup_steps,
+        weight_decay: args.weight_decay,
+        stop_at: args.stop_at,
+        measure_every: args.measure_every,
+    };
+    options.check().map_err(Failure::from)?;
     let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
     let resolved = setup::resolve(&args.config)?;
     let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
@@ -74,24 +84,15 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     } else {
         setup::load(resolved, sandboxes, true)?
     };
-    let options = SftOptions {
-        steps: args.steps,
-        batch_size: args.batch_size,
-        learning_rate: args.learning_rate,
-        warmup_steps: args.warmup_steps,
-        weight_decay: args.weight_decay,
-        stop_at: args.stop_at,
-        measure_every: args.measure_every,
-    };
     let mut progress = Progress::new(printer, "step", args.steps);
     let mut observe = |event: RunEvent<'_>| match event {
         RunEvent::SftStep { step, loss } => progress.update(step, &format!("· loss {loss:.3}")),
         RunEvent::Evaluated { step, report } => {
             progress.finish();
             printer.note(&format!(
-                "Pass rate after step {step}: {:.1} % on {} tasks",
+                "Pass rate after step {step}: {:.1} % on {}",
                 report.pass_at_1 * 100.0,
-                report.tasks
+                counted(report.tasks, "task")
             ));
         }
         _ => {}
@@ -108,8 +109,9 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     .map_err(Failure::from)?;
     progress.finish();
     printer.note(&format!(
-        "Tuned in {steps} steps on {} demonstrations: {}",
-        demonstrations.len(),
+        "Tuned in {} on {}: {}",
+        counted(steps, "step"),
+        counted(demonstrations.len(), "demonstration"),
         args.out.display()
     ));
     Ok(ExitStatus::Success)

@@ -11,7 +11,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::Format;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::cli::progress::Progress;
+use crate::cli::progress::{Progress, counted};
 use crate::task::{TaskReport, TaskSet, validate};
 
 /// Characters of a finding in a table.
@@ -160,8 +160,9 @@ fn summary(reports: &[TaskReport], elapsed: Duration) -> Vec<String> {
             .copied()
     };
     let mut lines = vec![format!(
-        "{sound} of {} tasks are sound, checked in {:.1} s; tests a task: {} to {}, median {}",
-        reports.len(),
+        "{sound} of {} {} sound, checked in {:.1} s; tests a task: {} to {}, median {}",
+        counted(reports.len(), "task"),
+        if reports.len() == 1 { "is" } else { "are" },
         elapsed.as_secs_f64(),
         at(0).unwrap_or_default(),
         at(2).unwrap_or_default(),
@@ -213,7 +214,7 @@ mod tests {
             ]
         );
         assert_eq!(table(&reports, true).len(), 3);
-        assert!(summary(&reports, Duration::ZERO)[0].starts_with("0 of 1 tasks are sound"));
+        assert!(summary(&reports, Duration::ZERO)[0].starts_with("0 of 1 task is sound"));
         assert!(table(&[], true).is_empty());
     }
 }

@@ -15,7 +15,7 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::cli::progress::{Progress, human_duration};
+use crate::cli::progress::{Progress, counted, human_duration};
 use crate::config::TrainMode;
 use crate::report::write_report;
 use crate::run::{Measured, RunError, RunEvent, Summary, TrainOptions, train};
@@ -118,6 +118,10 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
                 elapsed.as_secs_f64(),
             ),
         ),
+        RunEvent::Anomaly { step, message } => {
+            printer.make_way();
+            printer.warning(&format!("step {step}: {message}"));
+        }
         _ => {}
     };
     let stop = stop_on_signals().map_err(Failure::internal)?;
@@ -129,7 +133,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
         Err(error @ RunError::Stopped { .. }) => {
             training.finish();
-            printer.note(&capitalized(&error.to_string()));
+            printer.notice(&capitalized(&error.to_string()));
             return Ok(ExitStatus::Stopped);
         }
         summary => summary.map_err(Failure::from)?,
@@ -184,20 +188,20 @@ fn unscorable(count: u64) -> String {
 fn describe(summary: &Summary, took: &str, out: &str) -> String {
     let line = |measured: &Measured| percent(measured.pass_at_1, measured.ci95);
     format!(
-        "\nDone in {took}: {} steps, {} tokens sampled\n  \
+        "\nDone in {took}: {}, {} tokens sampled\n  \
          before  {}\n  \
          after   {}\n  \
-         on {} held-out tasks, {} samples each{}\n\n\
+         on {}, {} each{}\n\n\
          Run folder  {out}\n\
          Report      {out}/report.html\n\
          Try next    wardian eval --config {out}/run.toml --model {out}/final\n            \
          wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
-        summary.steps,
+        counted(summary.steps, "step"),
         summary.tokens,
         line(&summary.before),
         line(&summary.after),
-        summary.after.tasks,
-        summary.after.samples,
+        counted(summary.after.tasks, "held-out task"),
+        counted(summary.after.samples, "sample"),
         unscorable(summary.before.unscorable + summary.after.unscorable),
     )
 }

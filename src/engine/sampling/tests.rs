@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use super::*;
+use crate::engine::model::tests_support::golden;
 
 const LOGITS: [f32; 4] = [2.0, 1.0, 0.0, -1.0];
 
@@ -61,23 +62,31 @@ fn greedy_takes_the_first_of_the_best() {
     assert_eq!(sample_one(&[1.0, 3.0, 3.0], &params, 0).unwrap().token, 1);
 }
 
-/// torch: the nucleus of 0.8 keeps tokens 0 and 1, of mass 0.880797; `logp` of token 1 is
-/// -1.440190 over the vocabulary and -1.313262 over the nucleus.
 #[test]
 fn a_nucleus_reports_both_logprobs() {
+    let case = golden("logprob_top_p_support");
     let params = SamplingParams {
         top_p: 0.8,
         ..SamplingParams::default()
     };
+    assert_eq!(case.float("inputs", "top_p"), 0.8);
+    assert_eq!(case.floats("inputs", "logits"), LOGITS.map(f64::from));
     assert!(params.is_truncated());
     let chosen = draws(&params, 200);
     assert!(chosen.iter().all(|chosen| chosen.token <= 1));
     let second = chosen.iter().find(|chosen| chosen.token == 1).unwrap();
-    assert!((second.logprob - -1.440_189_7).abs() < 1e-6, "{second:?}");
+    let (whole, kept) = (f64::from(second.logprob), f64::from(second.kept_logprob));
     assert!(
-        (second.kept_logprob - -1.313_261_7).abs() < 1e-6,
+        (whole - case.float("expected", "logp_full")).abs() < 1e-6,
         "{second:?}"
     );
+    assert!(
+        (kept - case.float("expected", "logp_renormalised")).abs() < 1e-6,
+        "{second:?}"
+    );
+    // Which of the two is trained on is off by the kept mass, so what cuts is not trained with.
+    assert!(((whole - kept).exp() - case.float("expected", "kept_mass")).abs() < 1e-6);
+    assert!(params.check_trainable().is_err());
 }
 
 #[rstest]

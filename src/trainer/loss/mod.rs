@@ -109,8 +109,8 @@ pub struct SequenceTokens<'a> {
     pub sampled: &'a [f64],
     /// Log-probabilities under the reference; empty without one.
     pub reference: &'a [f64],
-    /// The advantage of the sequence.
-    pub advantage: f64,
+    /// Their advantages: the sequence's, or each token's own.
+    pub advantages: &'a [f64],
 }
 
 /// What one token adds to the loss, before its weight.
@@ -146,7 +146,7 @@ impl LossConfig {
     ///
     /// # Panics
     ///
-    /// Panics if `old` or, where they are read, `sampled` and `reference` are shorter than `logprobs`.
+    /// Panics if `old`, `advantages` or, where they are read, `sampled` and `reference` are shorter than `logprobs`.
     pub fn terms(&self, tokens: SequenceTokens<'_>) -> Vec<TokenTerm> {
         let count = tokens.logprobs.len();
         let sequence_ratio = mean_difference(tokens.logprobs, tokens.old).exp();
@@ -159,7 +159,7 @@ impl LossConfig {
                 threshold,
                 tokens.sampled,
                 tokens.logprobs,
-                tokens.advantage,
+                mean(tokens.advantages.iter().copied()),
             )
         {
             corrections.fill(0.0);
@@ -171,7 +171,9 @@ impl LossConfig {
                     RatioLevel::Token => (logprob - old).exp(),
                     RatioLevel::Sequence => sequence_ratio,
                 };
-                let part = self.surrogate.term(ratio, logprob, old, tokens.advantage);
+                let part = self
+                    .surrogate
+                    .term(ratio, logprob, old, tokens.advantages[t]);
                 TokenTerm {
                     loss: corrections[t] * part.loss,
                     gradient: corrections[t] * part.gradient,

@@ -48,7 +48,7 @@ impl Batch {
             old: &old,
             sampled: &sampled,
             reference: reference.as_deref().unwrap_or_default(),
-            advantage: self.advantages[row],
+            advantages: &vec![self.advantages[row]; logprobs.len()],
         });
         places.into_iter().zip(terms).collect()
     }
@@ -100,7 +100,7 @@ fn token(
         old: &[old],
         sampled: &[old],
         reference: reference.as_slice(),
-        advantage,
+        advantages: &[advantage],
     })[0]
 }
 
@@ -599,7 +599,7 @@ fn every_gradient_is_that_of_finite_differences() {
                                 old: &old,
                                 sampled: &sampled,
                                 reference: &reference,
-                                advantage,
+                                advantages: &vec![advantage; logprobs.len()],
                             })
                         };
                         let total = |logprobs: &[f64]| -> f64 {

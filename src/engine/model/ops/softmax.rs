@@ -133,6 +133,26 @@ mod tests {
     }
 
     #[test]
+    fn logits_are_not_rounded_on_their_way_to_a_logprob() {
+        let case = golden("logprob_bf16_logits_drift");
+        #[expect(clippy::cast_possible_truncation, reason = "they are f32 values")]
+        let narrow = |key: &str, section: &str| -> Vec<f32> {
+            case.floats(section, key)
+                .iter()
+                .map(|&logit| logit as f32)
+                .collect()
+        };
+        let logprob = |logits: &[f32]| f64::from(row_statistics(logits, &[1], 1.0)[0].logprob);
+        let found = logprob(&narrow("logits_f32", "inputs"));
+        assert!((found - case.float("expected", "logp_f32")).abs() < 1e-6);
+        // The known bug, and by how much it is off.
+        let rounded = logprob(&narrow("logits_bf16", "expected"));
+        assert!((rounded - case.float("expected", "logp_from_bf16_logits")).abs() < 1e-6);
+        let difference = case.float("expected", "abs_diff");
+        assert!(((found - rounded).abs() - difference).abs() < 2e-6);
+    }
+
+    #[test]
     fn the_policy_gradient_carries_one_over_the_temperature() {
         let case = golden("policy_gradient_wrt_logits");
         let mut logits = case.floats("inputs", "logits");

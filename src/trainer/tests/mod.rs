@@ -13,6 +13,8 @@ use crate::engine::model::{
     random_weights,
 };
 
+mod value;
+
 fn lora() -> Trainable {
     Trainable::Lora(LoraConfig {
         rank: 3,
@@ -61,6 +63,7 @@ fn sequences(count: usize) -> Vec<TrainSequence> {
                     .collect(),
                 reference: Some((0..len).map(|t| -2.0 - 0.1 * t as f64).collect()),
                 advantage: if i % 2 == 0 { 1.0 } else { -0.7 },
+                credit: None,
             }
         })
         .collect()
@@ -258,6 +261,7 @@ fn sharing_a_prompt_does_not_change_the_gradient() {
                 logprobs: [pad(0.0), sequence.logprobs].concat(),
                 reference: Some([pad(0.0), sequence.reference.unwrap()].concat()),
                 advantage: i as f64 - 2.5,
+                credit: None,
             }
         })
         .collect();
@@ -462,7 +466,8 @@ fn a_bandit_learns_its_token_in_fifty_steps(
             .map(|&(token, _)| GroupMember {
                 group: 0,
                 reward: Some(f64::from(u8::from(token == ARM))),
-                trainable_tokens: 1,
+                sampled_tokens: 1,
+                loss_tokens: 1,
             })
             .collect();
         let advantages = group_advantages(&members, AdvantageConfig::default()).unwrap();
@@ -475,6 +480,7 @@ fn a_bandit_learns_its_token_in_fifty_steps(
                 logprobs: vec![0.0, 0.0, 0.0, logprob],
                 reference: None,
                 advantage: advantage.unwrap(),
+                credit: None,
             })
             .collect();
         let totals = loss.totals(vec![1; PULLS]);
@@ -543,14 +549,14 @@ fn a_resumed_run_has_the_bits_of_an_uninterrupted_one(
         seed: 3,
         extra: serde_json::json!({"cursor": 17}),
     };
-    let path = save_checkpoint(run.path(), &whole, &optimizer, &state, Some("toy")).unwrap();
+    let path = save_checkpoint(run.path(), &whole, &optimizer, None, &state, Some("toy")).unwrap();
     train(&whole, &mut optimizer, 2);
 
     assert_eq!(latest_checkpoint(run.path()).unwrap(), Some(path.clone()));
     let resumed = decoder(ModelType::Qwen3, DType::F32, &trainable);
     let mut optimizer = AdamW::new(&resumed, AdamWConfig::default()).unwrap();
     assert_eq!(
-        load_checkpoint(&path, &resumed, &mut optimizer).unwrap(),
+        load_checkpoint(&path, &resumed, &mut optimizer, None).unwrap(),
         state
     );
     train(&resumed, &mut optimizer, 2);
@@ -567,10 +573,10 @@ fn a_checkpoint_of_another_kind_is_refused_by_name() {
         seed: 0,
         extra: serde_json::Value::Null,
     };
-    let path = save_checkpoint(run.path(), &full, &optimizer, &state, None).unwrap();
+    let path = save_checkpoint(run.path(), &full, &optimizer, None, &state, None).unwrap();
     let adapted = decoder(ModelType::Qwen3, DType::F32, &lora());
     let mut optimizer = AdamW::new(&adapted, AdamWConfig::default()).unwrap();
-    let error = load_checkpoint(&path, &adapted, &mut optimizer)
+    let error = load_checkpoint(&path, &adapted, &mut optimizer, None)
         .unwrap_err()
         .to_string();
     assert!(
@@ -579,7 +585,7 @@ fn a_checkpoint_of_another_kind_is_refused_by_name() {
     );
     fs_err::remove_file(path.join("optimizer.safetensors")).unwrap();
     let mut optimizer = AdamW::new(&full, AdamWConfig::default()).unwrap();
-    let error = load_checkpoint(&path, &full, &mut optimizer)
+    let error = load_checkpoint(&path, &full, &mut optimizer, None)
         .unwrap_err()
         .to_string();
     assert!(error.contains("optimizer.safetensors"), "{error}");

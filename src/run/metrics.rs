@@ -1,0 +1,121 @@
+//! What a run logs: the lines of `metrics.jsonl`.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::watch::Kind;
+use crate::rollout::RolloutGroup;
+use crate::trainer::StepMetrics;
+use crate::trajectory::{Trajectory, Turn};
+
+/// One line of `metrics.jsonl`.
+#[derive(Debug, Serialize)]
+pub(super) struct MetricsRow {
+    pub(super) step: usize,
+    #[serde(flatten)]
+    pub(super) metrics: StepMetrics,
+    #[serde(flatten)]
+    pub(super) episodes: EpisodeMetrics,
+    /// What looks wrong in it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) anomalies: Vec<Kind>,
+    /// Groups that dynamic sampling replaced.
+    #[serde(rename = "episodes/groups_set_aside")]
+    pub(super) set_aside: usize,
+    pub(super) num_tokens: u64,
+    pub(super) step_time: f64,
+    pub(super) generate_time: f64,
+    pub(super) update_time: f64,
+    pub(super) tokens_per_second: f64,
+}
+
+/// The line of an evaluation within a run.
+#[derive(Debug, Serialize)]
+pub(super) struct EvaluationRow {
+    pub(super) step: usize,
+    #[serde(rename = "eval/pass_at_1")]
+    pub(super) pass_at_1: f64,
+    #[serde(rename = "eval/ci95")]
+    pub(super) ci95: [f64; 2],
+}
+
+/// What the episodes of a step were like; names as in TRL.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct EpisodeMetrics {
+    #[serde(rename = "completions/mean_length")]
+    pub(super) mean_length: f64,
+    #[serde(rename = "completions/min_length")]
+    pub(super) min_length: usize,
+    #[serde(rename = "completions/max_length")]
+    pub(super) max_length: usize,
+    #[serde(rename = "completions/clipped_ratio")]
+    pub(super) clipped_ratio: f64,
+    #[serde(rename = "tools/call_frequency")]
+    pub(super) call_frequency: f64,
+    #[serde(rename = "tools/failure_frequency")]
+    pub(super) failure_frequency: f64,
+    /// Mean of each part of the reward.
+    #[serde(flatten)]
+    pub(super) rewards: BTreeMap<String, f64>,
+    #[serde(rename = "episodes/turns")]
+    pub(super) turns: f64,
+    #[serde(rename = "episodes/unscorable")]
+    pub(super) unscorable: usize,
+    #[serde(rename = "sandbox/tool_seconds")]
+    pub(super) tool_seconds: f64,
+    #[serde(rename = "sandbox/grade_seconds")]
+    pub(super) grade_seconds: f64,
+}
+
+impl EpisodeMetrics {
+    pub(super) fn new(groups: &[RolloutGroup]) -> Self {
+        let episodes: Vec<&Trajectory> = groups
+            .iter()
+            .flat_map(|group| &group.trajectories)
+            .collect();
+        if episodes.is_empty() {
+            return Self::default();
+        }
+        let count = episodes.len() as f64;
+        let sum = |value: &dyn Fn(&Trajectory) -> f64| -> f64 {
+            episodes.iter().map(|episode| value(episode)).sum()
+        };
+        let lengths: Vec<usize> = episodes
+            .iter()
+            .map(|episode| episode.trace.sampled_len())
+            .collect();
+        let turns = |value: &dyn Fn(&Turn) -> u32| -> f64 {
+            episodes
+                .iter()
+                .flat_map(|episode| &episode.turns)
+                .map(|t| f64::from(value(t)))
+                .sum()
+        };
+        let scored = episodes
+            .iter()
+            .filter(|episode| episode.reward.is_some())
+            .count();
+        let mut rewards = BTreeMap::new();
+        for (name, part) in episodes.iter().flat_map(|episode| &episode.rewards) {
+            *rewards.entry(format!("rewards/{name}/mean")).or_insert(0.0) += part / scored as f64;
+        }
+        let calls = turns(&|turn| turn.tool_calls);
+        Self {
+            mean_length: lengths.iter().sum::<usize>() as f64 / count,
+            min_length: lengths.iter().copied().min().unwrap_or(0),
+            max_length: lengths.iter().copied().max().unwrap_or(0),
+            clipped_ratio: sum(&|episode| f64::from(u8::from(episode.is_truncated()))) / count,
+            call_frequency: calls / count,
+            failure_frequency: turns(&|turn| turn.tool_failures) / calls.max(1.0),
+            rewards,
+            turns: sum(&|episode| episode.turns.len() as f64) / count,
+            unscorable: episodes
+                .iter()
+                .filter(|episode| episode.reward.is_none())
+                .count(),
+            tool_seconds: sum(&|episode| episode.usage.tool_seconds),
+            grade_seconds: sum(&|episode| episode.usage.grade_seconds),
+        }
+    }
+}

@@ -1,0 +1,673 @@
+//! One GRPO step: rewards to advantages, episodes to gradients, gradients to weights.
+
+use serde::{Deserialize, Serialize};
+
+use super::TrainerError;
+use super::advantage::{
+    AdvantageConfig, Advantages, GroupMember, decoupled_advantages, group_advantages,
+};
+use super::batch::{MicroBatch, TrainSequence, pack};
+use super::credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
+use super::gradient::{PassConfig, accumulate_actor_critic_gradient, score_micro_batch};
+use super::loss::{LossConfig, LossMetrics, Surrogate};
+use super::optim::{AdamW, LrSchedule, UpdateStatistics};
+use super::shaping::OverlongPenalty;
+use super::value::ValueHead;
+use crate::engine::model::{Adapters, Decoder};
+use crate::rollout::RolloutGroup;
+use crate::trajectory::Trajectory;
+
+/// How groups of episodes update the policy.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GrpoConfig {
+    /// How rewards become advantages.
+    pub advantage: AdvantageConfig,
+    /// Weights of the parts of the reward by name, if each is to be normalised by itself (GDPO)
+    /// instead of their sum.
+    pub decoupled: Option<Vec<(String, f64)>>,
+    /// How tokens are credited one by one, rather than by a comparison with their group.
+    pub token_level: Option<TokenLevel>,
+    /// What long answers lose.
+    pub overlong: Option<OverlongPenalty>,
+    /// What the reward loses for each nat by which an answer's tokens diverge from the reference, by
+    /// the k1 estimate; 0 for nothing. It stands beside the loss's own term.
+    pub reward_kl_coef: f64,
+    /// The loss of a token and the mean over a step.
+    pub loss: LossConfig,
+    /// How a micro-batch goes through the model; its temperature is the sampler's.
+    pub pass: PassConfig,
+    /// Tokens of one forward and backward pass.
+    pub micro_batch_tokens: usize,
+    /// Passes over the episodes of a step; 1 is on-policy.
+    pub iterations: usize,
+    /// Whether the ratio compares with what the trainer computes before the step, rather than with
+    /// what was sampled. Corrections of the sampler need it.
+    pub recompute_old: bool,
+    /// The largest mean of `sampled - logp` in a first pass that is taken for the arithmetic's; above
+    /// it the step is refused.
+    pub max_kl_sample_train: f64,
+    /// Whether episodes that a limit cut off leave the loss.
+    pub mask_truncated: bool,
+}
+
+/// How tokens are credited one by one. What the reward loses by diverging from the reference it then
+/// loses token by token, and advantages are whitened over the tokens of the step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TokenLevel {
+    /// By generalised advantage estimates over a value head's values: PPO.
+    Gae(Discount),
+    /// By discounted returns: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
+    Returns {
+        /// Factor of what the next token earns.
+        gamma: f64,
+    },
+}
+
+/// What a step did to the value head; the names in a log are verl's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct ValueMetrics {
+    /// The value loss of the first pass.
+    #[serde(rename = "critic/vf_loss")]
+    pub loss: f64,
+    /// Share of values whose bound held.
+    #[serde(rename = "critic/vf_clipfrac")]
+    pub clipped: f64,
+    /// Share of the returns' variance that the values before the step explain: 1 for perfect values, 0
+    /// for any constant, below 0 for worse.
+    #[serde(rename = "critic/vf_explained_var")]
+    pub explained_variance: f64,
+    /// Mean value before the step.
+    #[serde(rename = "critic/values/mean")]
+    pub mean: f64,
+    /// Mean return.
+    #[serde(rename = "critic/returns/mean")]
+    pub returns: f64,
+    /// Norm of the value head's gradient before clipping.
+    #[serde(rename = "critic/grad_norm")]
+    pub grad_norm: f64,
+}
+
+/// What one step did; the names in a log are TRL's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// The loss of the first pass.
+    pub loss: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Step size.
+    pub learning_rate: f64,
+    /// Mean over the groups of their mean reward.
+    pub reward: f64,
+    /// Mean over the groups of their standard deviation.
+    pub reward_std: f64,
+    /// Share of groups whose rewards are all alike: they teach nothing.
+    pub frac_reward_zero_std: f64,
+    /// Mean entropy of the sampled tokens' distributions, in nats, over the tokens that learn.
+    pub entropy: f64,
+    /// Mean k3 divergence from the reference, where there is one.
+    pub kl: f64,
+    /// Share of tokens whose ratio was clipped from below.
+    #[serde(rename = "clip_ratio/low_mean")]
+    pub clip_low: f64,
+    /// Share of tokens whose ratio was clipped from above.
+    #[serde(rename = "clip_ratio/high_mean")]
+    pub clip_high: f64,
+    /// Share of tokens whose ratio was clipped.
+    #[serde(rename = "clip_ratio/region_mean")]
+    pub clip_region: f64,
+    /// Share of tokens that a correction left out.
+    #[serde(rename = "sampling/left_out")]
+    pub left_out: f64,
+    /// Mean of `logp(sampler) - logp(trainer)`, the k1 estimate of the divergence between them: 0
+    /// where both compute alike.
+    pub kl_sample_train: f64,
+    /// Mean of `|logp(trainer) - logp(sampler)|`.
+    #[serde(rename = "sampling/sampling_logp_difference/mean")]
+    pub logprob_difference_mean: f64,
+    /// Largest such difference.
+    #[serde(rename = "sampling/sampling_logp_difference/max")]
+    pub logprob_difference_max: f64,
+    /// Mean weight of the tokens for the mismatch with the sampler; 1 without a correction.
+    #[serde(rename = "sampling/importance_sampling_ratio/mean")]
+    pub correction_mean: f64,
+    /// Mean ratio of the policy to the one before the step; 1 where a pass is the first.
+    #[serde(rename = "ratio/mean")]
+    pub ratio_mean: f64,
+    /// Largest ratio of a token's probability to that before the step, over all passes.
+    #[serde(rename = "ratio/max")]
+    pub ratio_max: f64,
+    /// What it did to the value head, where there is one.
+    #[serde(flatten)]
+    pub value: Option<ValueMetrics>,
+}
+
+/// The owner of the optimizer: updates a policy from groups of episodes.
+#[derive(Debug)]
+pub struct GrpoTrainer {
+    config: GrpoConfig,
+    schedule: LrSchedule,
+    optimizer: AdamW,
+    critic: Option<ValueHead>,
+    step: usize,
+}
+
+impl GrpoTrainer {
+    /// Returns a trainer before its first step.
+    pub fn new(config: GrpoConfig, schedule: LrSchedule, optimizer: AdamW) -> Self {
+        Self {
+            config,
+            schedule,
+            optimizer,
+            critic: None,
+            step: 0,
+        }
+    }
+
+    /// Learns values, too, with `critic`; [`TokenLevel::Gae`] needs it.
+    #[must_use]
+    pub fn with_critic(self, critic: Option<ValueHead>) -> Self {
+        Self { critic, ..self }
+    }
+
+    /// Returns the value head, for a checkpoint.
+    pub fn critic(&self) -> Option<&ValueHead> {
+        self.critic.as_ref()
+    }
+
+    /// Goes on after `step` steps of a run whose optimizer this one is.
+    #[must_use]
+    pub fn resume_after(self, step: usize) -> Self {
+        Self { step, ..self }
+    }
+
+    /// Returns its settings.
+    pub fn config(&self) -> &GrpoConfig {
+        &self.config
+    }
+
+    /// Returns how its step size moves.
+    pub fn schedule(&self) -> &LrSchedule {
+        &self.schedule
+    }
+
+    /// Returns the optimizer, for a checkpoint.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// Updates `decoder` in place from the groups of one step.
+    ///
+    /// Episodes without a reward leave the statistics and the loss. Episodes with advantage 0 have
+    /// gradient 0 and are not run, but count in the loss's denominator.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the model refuses a sequence or the gradient is not finite; that pass then leaves
+    /// the weights as they were.
+    pub fn step(
+        &mut self,
+        decoder: &Decoder,
+        groups: &[RolloutGroup],
+    ) -> Result<StepMetrics, TrainerError> {
+        let episodes: Vec<(usize, &Trajectory)> = groups
+            .iter()
+            .enumerate()
+            .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
+            .collect();
+        let mut sequences = sequences(&episodes);
+        if self.needs_reference() {
+            self.score_references(decoder, &mut sequences)?;
+        }
+        let advantages = self.advantages(&episodes, &sequences)?;
+        // Not before: what an answer diverges by counts in its reward, in the loss or not.
+        for (sequence, (_, trajectory)) in sequences.iter_mut().zip(&episodes) {
+            if self.is_masked(trajectory) {
+                sequence.loss_mask.fill(false);
+            }
+        }
+        let mut values = self.credit(decoder, &episodes, &mut sequences)?;
+        let sequences = sequences
+            .into_iter()
+            .zip(&advantages.values)
+            .filter_map(|(sequence, advantage)| {
+                let advantage = (*advantage)?;
+                Some(TrainSequence {
+                    advantage,
+                    ..sequence
+                })
+            })
+            .collect();
+        let micro_batches = self.micro_batches(decoder, sequences)?;
+        let learning_rate = self.schedule.rate(self.step);
+        let mut first = None;
+        let mut ratio_max = f64::NEG_INFINITY;
+        for _ in 0..self.config.iterations {
+            let is_first = first.is_none();
+            let (metrics, update, value) =
+                self.pass(decoder, &micro_batches, learning_rate, is_first)?;
+            if is_first && let (Some(values), Some(value)) = (&mut values, value) {
+                (values.loss, values.clipped) = (value.loss, value.clipped);
+                values.grad_norm = value.grad_norm;
+            }
+            ratio_max = ratio_max.max(metrics.ratio_range().1);
+            first.get_or_insert((metrics, update));
+        }
+        self.step += 1;
+        let (loss, update) = first.ok_or_else(|| TrainerError::InvalidConfig {
+            field: "num_iterations",
+            reason: "0 passes teach nothing".to_owned(),
+        })?;
+        Ok(StepMetrics {
+            ratio_max,
+            value: values,
+            ..step_metrics(&advantages, &loss, update, learning_rate)
+        })
+    }
+
+    /// Counts a step from whose groups nothing is learned.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a reward is not finite.
+    pub fn skip(&mut self, groups: &[RolloutGroup]) -> Result<StepMetrics, TrainerError> {
+        let episodes: Vec<(usize, &Trajectory)> = (groups.iter().enumerate())
+            .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
+            .collect();
+        let advantages = self.advantages(&episodes, &sequences(&episodes))?;
+        if let Some(critic) = &mut self.critic {
+            critic.clear();
+        }
+        let learning_rate = self.schedule.rate(self.step);
+        self.step += 1;
+        let update = UpdateStatistics {
+            grad_norm: 0.0,
+            clip_factor: 1.0,
+        };
+        let loss = LossMetrics::default();
+        Ok(step_metrics(&advantages, &loss, update, learning_rate))
+    }
+
+    fn needs_reference(&self) -> bool {
+        self.config.loss.kl_coef > 0.0 || self.config.reward_kl_coef > 0.0
+    }
+
+    /// Returns whether an episode stays out of the loss, though it is in its group's statistics.
+    fn is_masked(&self, trajectory: &Trajectory) -> bool {
+        self.config.mask_truncated && trajectory.is_truncated()
+    }
+
+    /// Scores the sequences under the reference, which is the same model with its adapter off. It
+    /// does not change from pass to pass.
+    fn score_references(
+        &self,
+        decoder: &Decoder,
+        sequences: &mut [TrainSequence],
+    ) -> Result<(), TrainerError> {
+        let config = &self.config;
+        let totals = config.loss.totals([]);
+        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
+            let temperature = config.pass.temperature;
+            let scores = score_micro_batch(decoder, &micro, Adapters::Off, temperature)?;
+            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
+                let sequence = &mut sequences[index];
+                sequence.reference = Some(spread(&scores.logprobs[targets], &sequence.loss_mask));
+            }
+        }
+        Ok(())
+    }
+
+    /// Credits the tokens of each sequence one by one, if they are not to be compared with their group,
+    /// and returns what is to be reported of their values.
+    fn credit(
+        &self,
+        decoder: &Decoder,
+        episodes: &[(usize, &Trajectory)],
+        sequences: &mut [TrainSequence],
+    ) -> Result<Option<ValueMetrics>, TrainerError> {
+        let Some(level) = self.config.token_level else {
+            return Ok(None);
+        };
+        if let TokenLevel::Gae(_) = level {
+            self.score_values(decoder, sequences)?;
+        }
+        for ((_, trajectory), sequence) in episodes.iter().zip(sequences.iter_mut()) {
+            let mask = &sequence.loss_mask;
+            let (Some(reward), Some(last)) =
+                (trajectory.reward, mask.iter().rposition(|&in_loss| in_loss))
+            else {
+                sequence.credit = None;
+                continue;
+            };
+            let mut rewards = vec![0.0; mask.len()];
+            if let Some(reference) = &sequence.reference {
+                let pairs = sequence.logprobs.iter().zip(reference);
+                for ((token, (logprob, reference)), _) in
+                    pairs.enumerate().zip(mask).filter(|(_, in_loss)| **in_loss)
+                {
+                    rewards[token] = -self.config.reward_kl_coef * (logprob - reference);
+                }
+            }
+            let overlong = (self.config.overlong)
+                .map_or(0.0, |penalty| penalty.of(trajectory.trace.sampled_len()));
+            rewards[last] += reward + overlong;
+            sequence.credit = Some(match level {
+                TokenLevel::Gae(discount) => {
+                    let values = sequence.credit.take().unwrap_or_default().values;
+                    generalized_advantages(&rewards, &values, mask, discount)
+                }
+                TokenLevel::Returns { gamma } => TokenCredit {
+                    advantages: discounted_returns(&rewards, mask, gamma),
+                    ..TokenCredit::default()
+                },
+            });
+        }
+        let credited = || {
+            let credited = |sequence: &TrainSequence| sequence.credit.is_some();
+            sequences.iter().filter(move |sequence| credited(sequence))
+        };
+        let metrics = matches!(level, TokenLevel::Gae(_)).then(|| value_metrics(credited()));
+        let mut advantages: Vec<(&mut [f64], &[bool])> = Vec::new();
+        for sequence in sequences.iter_mut() {
+            if let Some(credit) = &mut sequence.credit {
+                advantages.push((&mut credit.advantages, &sequence.loss_mask));
+            }
+        }
+        whiten(&mut advantages, self.config.advantage.eps);
+        Ok(metrics)
+    }
+
+    /// Asks the value head for the values of the sequences' tokens.
+    fn score_values(
+        &self,
+        decoder: &Decoder,
+        sequences: &mut [TrainSequence],
+    ) -> Result<(), TrainerError> {
+        let config = &self.config;
+        let Some(critic) = &self.critic else {
+            return Err(TrainerError::InvalidConfig {
+                field: "advantage",
+                reason: "values need a value head".to_owned(),
+            });
+        };
+        let totals = config.loss.totals([]);
+        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
+            let hidden = decoder.hidden(&micro.batch, Adapters::On)?;
+            let values = critic.values(&hidden, &micro)?;
+            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
+                let sequence = &mut sequences[index];
+                sequence.credit = Some(TokenCredit {
+                    values: spread(&values[targets], &sequence.loss_mask),
+                    ..TokenCredit::default()
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares each episode's reward, after what is taken off it, with its group's.
+    fn advantages(
+        &self,
+        episodes: &[(usize, &Trajectory)],
+        sequences: &[TrainSequence],
+    ) -> Result<Advantages, TrainerError> {
+        let config = &self.config;
+        // What is taken off the reward: a weight, and a value for each episode.
+        let mut penalties: Vec<(f64, Vec<f64>)> = Vec::new();
+        if let Some(overlong) = config.overlong {
+            let values = (episodes.iter())
+                .map(|(_, trajectory)| overlong.unweighted(trajectory.trace.sampled_len()));
+            penalties.push((overlong.weight, values.collect()));
+        }
+        if config.reward_kl_coef != 0.0 {
+            let values = sequences.iter().map(|sequence| -sequence.divergence());
+            penalties.push((config.reward_kl_coef, values.collect()));
+        }
+        let taken_off = |index: usize| -> f64 {
+            let penalties = penalties.iter();
+            penalties
+                .map(|(weight, values)| weight * values[index])
+                .sum()
+        };
+        let members: Vec<GroupMember<usize>> = (episodes.iter().enumerate())
+            .map(|(index, (group, trajectory))| GroupMember {
+                group: *group,
+                reward: (trajectory.reward).map(|reward| reward + taken_off(index)),
+                sampled_tokens: trajectory.trace.sampled_len(),
+                loss_tokens: if self.is_masked(trajectory) {
+                    0
+                } else {
+                    trajectory.trace.sampled_len()
+                },
+            })
+            .collect();
+        let Some(weights) = &config.decoupled else {
+            return group_advantages(&members, config.advantage);
+        };
+        let value = |trajectory: &Trajectory, name: &str| {
+            trajectory.rewards.get(name).copied().unwrap_or(0.0)
+        };
+        let part = |(name, weight): &(String, f64)| {
+            let values = episodes
+                .iter()
+                .map(|(_, trajectory)| value(trajectory, name));
+            (*weight, values.collect())
+        };
+        // Each penalty is a part of its own: in one sum, the larger would drown the other.
+        let parts: Vec<(f64, Vec<f64>)> = weights.iter().map(part).chain(penalties).collect();
+        decoupled_advantages(&members, &parts, config.advantage)
+    }
+
+    /// Packs the sequences that learn, and scores them if the ratio is to compare with what the
+    /// trainer computes.
+    fn micro_batches(
+        &self,
+        decoder: &Decoder,
+        mut sequences: Vec<TrainSequence>,
+    ) -> Result<Vec<MicroBatch>, TrainerError> {
+        let config = &self.config;
+        let totals = config
+            .loss
+            .totals(sequences.iter().map(TrainSequence::trainable_tokens));
+        // Without a term of its own besides the policy's, an advantage of 0 is a gradient of 0.
+        let has_other_terms = config.loss.kl_coef > 0.0
+            || config.loss.entropy_coef != 0.0
+            || matches!(config.loss.surrogate, Surrogate::Dppo { kl, .. } if kl > 0.0);
+        sequences.retain(|sequence| {
+            sequence.credit.is_some() || sequence.advantage != 0.0 || has_other_terms
+        });
+        if config.loss.kl_coef == 0.0 {
+            for sequence in &mut sequences {
+                sequence.reference = None;
+            }
+        }
+        let mut micro_batches = pack(&sequences, config.micro_batch_tokens, &config.loss, totals)?;
+        if config.recompute_old {
+            for micro in &mut micro_batches {
+                let temperature = config.pass.temperature;
+                micro.old = score_micro_batch(decoder, micro, Adapters::On, temperature)?.logprobs;
+            }
+        }
+        Ok(micro_batches)
+    }
+
+    /// One pass over the micro-batches and one update.
+    fn pass(
+        &mut self,
+        decoder: &Decoder,
+        micro_batches: &[MicroBatch],
+        learning_rate: f64,
+        is_first: bool,
+    ) -> Result<(LossMetrics, UpdateStatistics, Option<ValueMetrics>), TrainerError> {
+        let config = &self.config;
+        let tokens: usize = micro_batches.iter().map(|micro| micro.targets.len()).sum();
+        let token_weight = 1.0 / tokens.max(1) as f64;
+        let mut gradients = decoder.zero_gradients();
+        let mut metrics = LossMetrics::default();
+        for micro in micro_batches {
+            let critic = self.critic.as_mut().map(|critic| (critic, token_weight));
+            metrics.merge(&accumulate_actor_critic_gradient(
+                decoder,
+                micro,
+                &config.loss,
+                config.pass,
+                &mut gradients,
+                critic,
+            )?);
+        }
+        // Later passes are off-policy on purpose.
+        let (found, limit) = (metrics.kl_sample_train().abs(), config.max_kl_sample_train);
+        if is_first && found > limit {
+            return Err(TrainerError::SamplerDrift { found, limit });
+        }
+        let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
+        // The head's step size moves with the policy's.
+        let scale = learning_rate / self.schedule.learning_rate;
+        let value = match &mut self.critic {
+            Some(critic) => {
+                let (grad_norm, sums) = critic.step(scale)?;
+                Some(ValueMetrics {
+                    loss: sums.loss,
+                    clipped: sums.clipped as f64 / sums.tokens.max(1) as f64,
+                    grad_norm,
+                    ..ValueMetrics::default()
+                })
+            }
+            None => None,
+        };
+        Ok((metrics, update, value))
+    }
+}
+
+/// Returns the sequences of the episodes, without advantages; those without a reward keep their place
+/// with an empty mask, as they leave the step and are not worth a pass.
+fn sequences(episodes: &[(usize, &Trajectory)]) -> Vec<TrainSequence> {
+    let sequence = |(_, trajectory): &(usize, &Trajectory)| {
+        let trace = &trajectory.trace;
+        TrainSequence {
+            tokens: trace.ids().to_vec(),
+            loss_mask: (trace.loss_mask().iter())
+                .map(|&mask| mask == 1 && trajectory.reward.is_some())
+                .collect(),
+            logprobs: trace.logprobs().iter().copied().map(f64::from).collect(),
+            reference: None,
+            advantage: 0.0,
+            credit: None,
+        }
+    };
+    episodes.iter().map(sequence).collect()
+}
+
+fn step_metrics(
+    advantages: &Advantages,
+    loss: &LossMetrics,
+    update: UpdateStatistics,
+    learning_rate: f64,
+) -> StepMetrics {
+    let scored: Vec<_> = advantages
+        .groups
+        .iter()
+        .filter(|group| group.count > 0)
+        .collect();
+    let mean = |value: &dyn Fn(usize) -> f64| match scored.len() {
+        0 => 0.0,
+        count => (0..count).map(value).sum::<f64>() / count as f64,
+    };
+    let (difference_mean, difference_max) = loss.logprob_difference();
+    StepMetrics {
+        loss: loss.loss,
+        grad_norm: update.grad_norm,
+        learning_rate,
+        reward: mean(&|index| scored[index].mean),
+        reward_std: mean(&|index| scored[index].std),
+        frac_reward_zero_std: advantages.frac_reward_zero_std(),
+        entropy: loss.entropy(),
+        kl: loss.kl(),
+        clip_low: loss.clip_ratio_low(),
+        clip_high: loss.clip_ratio_high(),
+        clip_region: loss.clip_ratio(),
+        left_out: loss.left_out(),
+        kl_sample_train: loss.kl_sample_train(),
+        logprob_difference_mean: difference_mean,
+        logprob_difference_max: difference_max,
+        correction_mean: loss.correction(),
+        ratio_mean: loss.ratio(),
+        ratio_max: loss.ratio_range().1,
+        value: None,
+    }
+}
+
+/// Returns a number for each token: those of the tokens in `mask`, and 0 for others.
+fn spread(numbers: &[f64], mask: &[bool]) -> Vec<f64> {
+    let mut numbers = numbers.iter();
+    let number = |&in_loss: &bool| match in_loss {
+        true => numbers.next().copied().unwrap_or(0.0),
+        false => 0.0,
+    };
+    mask.iter().map(number).collect()
+}
+
+/// Compares the values of the sequences' tokens with their returns.
+fn value_metrics<'a>(sequences: impl Iterator<Item = &'a TrainSequence>) -> ValueMetrics {
+    let mut pairs: Vec<(f64, f64)> = Vec::new();
+    for sequence in sequences {
+        let Some(credit) = &sequence.credit else {
+            continue;
+        };
+        let both = credit
+            .values
+            .iter()
+            .copied()
+            .zip(credit.returns.iter().copied());
+        let in_loss = both
+            .zip(&sequence.loss_mask)
+            .filter(|(_, in_loss)| **in_loss);
+        pairs.extend(in_loss.map(|(pair, _)| pair));
+    }
+    let count = pairs.len().max(1) as f64;
+    let mean = |of: &dyn Fn(&(f64, f64)) -> f64| pairs.iter().map(of).sum::<f64>() / count;
+    let variance = |of: &dyn Fn(&(f64, f64)) -> f64| {
+        let mean = mean(of);
+        pairs
+            .iter()
+            .map(|pair| (of(pair) - mean).powi(2))
+            .sum::<f64>()
+            / count
+    };
+    let (of_returns, left) = (variance(&|pair| pair.1), variance(&|pair| pair.1 - pair.0));
+    ValueMetrics {
+        explained_variance: if of_returns > 0.0 {
+            1.0 - left / of_returns
+        } else {
+            0.0
+        },
+        mean: mean(&|pair| pair.0),
+        returns: mean(&|pair| pair.1),
+        ..ValueMetrics::default()
+    }
+}
+
+/// Shuffles the rewards within each group, seeded: a control under which a policy must not learn.
+///
+/// Each reward goes with its parts, which GDPO reads instead of it. They keep their distribution and
+/// lose their meaning, so whatever improves under them is not learned from them.
+pub fn shuffle_rewards(groups: &mut [RolloutGroup], seed: u64) {
+    use rand::SeedableRng as _;
+    use rand::seq::SliceRandom as _;
+    let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    for group in groups {
+        // An episode that could not be scored stays without a reward.
+        let mut scored: Vec<&mut Trajectory> = (group.trajectories.iter_mut())
+            .filter(|episode| episode.reward.is_some())
+            .collect();
+        let mut rewards: Vec<_> = (scored.iter_mut())
+            .map(|episode| (episode.reward, std::mem::take(&mut episode.rewards)))
+            .collect();
+        rewards.shuffle(&mut random);
+        for (episode, (reward, parts)) in scored.into_iter().zip(rewards) {
+            (episode.reward, episode.rewards) = (reward, parts);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

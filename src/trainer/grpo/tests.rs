@@ -1,0 +1,215 @@
+use candle_core::{DType, Device};
+use indexmap::IndexMap;
+
+use super::*;
+use crate::engine::model::tests_support::toy;
+use crate::engine::model::{LoraConfig, ModelType, Trainable, random_weights};
+use crate::trajectory::{Status, TokenTrace, Usage};
+
+/// Returns an episode that sampled `sampled`, each at the same log-probability.
+fn episode(sample: u32, sampled: &[u32], reward: Option<f64>, parts: &[(&str, f64)]) -> Trajectory {
+    let mut trace = TokenTrace::new();
+    trace.push_prompt(&[1, 2]).unwrap();
+    let logprobs = vec![-2.9; sampled.len()];
+    trace.push_sampled(sampled, &logprobs).unwrap();
+    Trajectory {
+        task_id: "1".to_owned(),
+        group: 0,
+        sample,
+        policy_step: 0,
+        messages: Vec::new(),
+        turns: Vec::new(),
+        trace,
+        reward,
+        rewards: (parts.iter())
+            .map(|&(name, value)| (name.to_owned(), value))
+            .collect::<IndexMap<_, _>>(),
+        passed: None,
+        status: Status::Finished,
+        usage: Usage::default(),
+    }
+}
+
+fn group(trajectories: Vec<Trajectory>) -> RolloutGroup {
+    RolloutGroup {
+        task_id: "1".to_owned(),
+        trajectories,
+    }
+}
+
+#[test]
+fn a_reward_is_shuffled_together_with_its_parts() {
+    let episodes = (0..).zip((0..8).map(f64::from));
+    let mut groups = [group(
+        episodes
+            .map(|(sample, reward)| {
+                let reward_or_none = (sample != 3).then_some(reward);
+                episode(sample, &[3], reward_or_none, &[("tests", reward)])
+            })
+            .collect(),
+    )];
+    shuffle_rewards(&mut groups, 5);
+    let [group] = groups;
+    let found = group.rewards();
+    assert_eq!(found[3], None, "what could not be scored stays so");
+    assert_eq!(group.trajectories[3].rewards["tests"], 3.0);
+    for episode in &group.trajectories {
+        let part = episode.rewards["tests"];
+        assert!(episode.reward.is_none_or(|reward| reward == part));
+    }
+    let mut sorted: Vec<f64> = found.iter().copied().flatten().collect();
+    assert_ne!(sorted, [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]);
+    sorted.sort_by(f64::total_cmp);
+    assert_eq!(sorted, [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]);
+}
+
+/// A trainer and a toy for it, whose adapter moves what it says.
+fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
+    let model = toy(ModelType::Llama);
+    let weights = random_weights(&model, 3, DType::F32, &Device::Cpu).unwrap();
+    let lora = Trainable::Lora(LoraConfig {
+        rank: 2,
+        alpha: 4.0,
+        ..LoraConfig::default()
+    });
+    let decoder = Decoder::new(model, weights, &Device::Cpu, &lora, 4).unwrap();
+    let optimizer = AdamW::new(&decoder, super::super::AdamWConfig::default()).unwrap();
+    let schedule = LrSchedule {
+        learning_rate: 1e-2,
+        warmup_steps: 0,
+        total_steps: 10,
+        kind: super::super::ScheduleKind::Constant,
+    };
+    (GrpoTrainer::new(config, schedule, optimizer), decoder)
+}
+
+fn config() -> GrpoConfig {
+    GrpoConfig {
+        advantage: AdvantageConfig::default(),
+        decoupled: None,
+        token_level: None,
+        overlong: None,
+        reward_kl_coef: 0.0,
+        loss: LossConfig::default(),
+        pass: PassConfig::default(),
+        micro_batch_tokens: 1000,
+        iterations: 1,
+        recompute_old: false,
+        max_kl_sample_train: 10.0,
+        mask_truncated: false,
+    }
+}
+
+/// Returns the advantages of one group, given each episode's divergence from the reference.
+fn advantages_of(
+    config: GrpoConfig,
+    trajectories: &[Trajectory],
+    divergences: &[f64],
+) -> Vec<Option<f64>> {
+    let (trainer, _) = trainer(config);
+    let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
+    let mut sequences = sequences(&episodes);
+    for (sequence, divergence) in sequences.iter_mut().zip(divergences) {
+        let mut reference = sequence.logprobs.clone();
+        *reference.last_mut().unwrap() -= divergence;
+        sequence.reference = Some(reference);
+    }
+    trainer.advantages(&episodes, &sequences).unwrap().values
+}
+
+#[test]
+fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
+    let lengths = [3, 5, 8, 8];
+    let trajectories: Vec<_> = (0..)
+        .zip(lengths)
+        .map(|(sample, length)| {
+            let passed = f64::from(sample % 2);
+            episode(
+                sample,
+                &vec![3; length],
+                Some(passed),
+                &[("passed", passed)],
+            )
+        })
+        .collect();
+    let divergences = [0.3, -0.1, 0.2, 0.0];
+    let of = |overlong: f64, kl: f64| {
+        let config = GrpoConfig {
+            decoupled: Some(vec![("passed".to_owned(), 1.0)]),
+            overlong: Some(OverlongPenalty {
+                limit: 8,
+                margin: 4,
+                weight: overlong,
+            }),
+            reward_kl_coef: kl,
+            ..config()
+        };
+        advantages_of(config, &trajectories, &divergences)
+    };
+    let members: Vec<_> = (trajectories.iter())
+        .map(|episode| GroupMember {
+            group: 0,
+            reward: episode.reward,
+            sampled_tokens: 1,
+            loss_tokens: 1,
+        })
+        .collect();
+    for (overlong, kl) in [(1.0, 0.5), (0.25, 0.5), (1.0, 2.0)] {
+        let parts = [
+            (1.0, vec![0.0, 1.0, 0.0, 1.0]),
+            (overlong, vec![0.0, -0.25, -1.0, -1.0]),
+            (kl, divergences.map(|divergence| -divergence).to_vec()),
+        ];
+        let expected = decoupled_advantages(&members, &parts, AdvantageConfig::default());
+        let expected = expected.unwrap().values;
+        for (found, expected) in of(overlong, kl).into_iter().zip(expected) {
+            let (found, expected) = (found.unwrap(), expected.unwrap());
+            assert!((found - expected).abs() < 1e-9, "{found} {expected}");
+        }
+    }
+    // A weight is a weight: it is not normalised away.
+    assert_ne!(of(1.0, 0.5), of(0.25, 0.5));
+}
+
+#[test]
+fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
+    let mut long = episode(0, &[3, 4, 5, 6], Some(1.0), &[]);
+    long.status = Status::Truncated;
+    let groups = [group(vec![long, episode(1, &[7, 8], Some(1.0), &[])])];
+    let config = GrpoConfig {
+        reward_kl_coef: 0.5,
+        mask_truncated: true,
+        ..config()
+    };
+    let (mut trainer, decoder) = trainer(config);
+    let metrics = trainer.step(&decoder, &groups).unwrap();
+    // The reference is the model itself: it diverges by what was sampled less what it says.
+    let episodes: Vec<_> = groups[0].trajectories.iter().map(|t| (0, t)).collect();
+    let mut scored = sequences(&episodes);
+    let (fresh, decoder) = self::trainer(trainer.config.clone());
+    fresh.score_references(&decoder, &mut scored).unwrap();
+    let divergences: Vec<f64> = scored.iter().map(TrainSequence::divergence).collect();
+    assert!(divergences.iter().all(|divergence| divergence.abs() > 0.01));
+    let mean = 1.0 - 0.5 * divergences.iter().sum::<f64>() / 2.0;
+    assert!(
+        (metrics.reward - mean).abs() < 1e-9,
+        "{} {mean}",
+        metrics.reward
+    );
+    // The loss has the whole answer's tokens alone.
+    assert!(metrics.grad_norm > 0.0);
+}
+
+#[test]
+fn an_episode_without_a_reward_is_not_run() {
+    let trajectories = [
+        episode(0, &[3, 4], None, &[]),
+        episode(1, &[7, 8], Some(1.0), &[]),
+    ];
+    let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
+    let mut scored = sequences(&episodes);
+    let (trainer, decoder) = trainer(config());
+    trainer.score_references(&decoder, &mut scored).unwrap();
+    assert_eq!(scored[0].reference, None);
+    assert!(scored[1].reference.is_some());
+}
