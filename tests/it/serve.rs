@@ -162,6 +162,16 @@ fn what_cannot_be_served_is_a_usage_error() {
         ),
         (&["serve", "--tool-call-format", "xml"], "`qwen_xml`"),
         (
+            &[
+                "train",
+                "--set",
+                "model.dtype=int8",
+                "--set",
+                "trainer.mode=full",
+            ],
+            "`int8` with training of all weights",
+        ),
+        (
             &["chat", "--temperature", "5000", "--no-tools"],
             "temperature",
         ),
@@ -209,6 +219,14 @@ fn a_conversation_is_piped_reset_and_ended() {
     assert_eq!(text("hi\n/reset\nhi\n"), once.repeat(2));
     assert_ne!(text("hi\nhi\n"), once.repeat(2));
     assert_eq!(text("hi\n/exit\nhi\n"), once);
+
+    // Weights that take less room are other weights, so that something else is likeliest at times.
+    let narrow = [&options[..], &["--set", "model.dtype=int8"]].concat();
+    let output = chat(&narrow, "hi\n/reset\nhi\n");
+    let answers = String::from_utf8(output.stdout).expect("UTF-8");
+    let (first, second) = answers.split_at(answers.len() / 2);
+    assert!(!first.trim().is_empty());
+    assert_eq!(first, second);
 
     let output = chat(&options, "/help\n");
     assert!(output.stdout.is_empty());
