@@ -4,10 +4,12 @@
 //!     cargo bench --bench engine -- measure       answers requests; see scripts/compare/engine.py
 //!
 //! The weights are those of the GGUF file that `WARDIAN_SMOLLM2_GGUF` names; without it they are
-//! random, which costs the same time.
+//! random, which costs the same time. `WARDIAN_BENCH_DTYPE` is what criterion's report keeps them in:
+//! `f32`, `bf16` or `int8`.
 #![allow(missing_docs, reason = "criterion's macros")]
 #![allow(clippy::print_stdout, reason = "what it is for")]
 
+use std::collections::BTreeMap;
 use std::io::BufRead as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,11 +18,13 @@ use candle_core::{DType, Device};
 use criterion::{Criterion, Throughput};
 use serde_json::{Value, json};
 use wardian::engine::model::{
-    Decoder, ModelConfig, ModelType, RopeScaling, Trainable, random_weights,
+    Adapters, Decoder, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable, WeightFormat,
+    random_weights,
 };
-use wardian::engine::{Engine, EngineConfig, LoadedModel, SamplingParams, SequenceSeed};
+use wardian::engine::{Engine, EngineConfig, LoadedModel, SamplingParams, SequenceSeed, Tokenizer};
 
 const WEIGHTS: &str = "WARDIAN_SMOLLM2_GGUF";
+const DTYPE: &str = "WARDIAN_BENCH_DTYPE";
 
 /// Tokens of each sequence before decoding is measured.
 const CONTEXT: usize = 128;
@@ -52,24 +56,34 @@ fn smollm2() -> ModelConfig {
     }
 }
 
-/// Returns the model and where its weights are from.
-fn decoder() -> (Arc<Decoder>, String) {
-    let (config, weights, source) = match std::env::var(WEIGHTS) {
+const FORMATS: [WeightFormat; 3] = [WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8];
+
+/// Returns what weights are kept in by this name.
+fn format(name: &str) -> Option<WeightFormat> {
+    FORMATS.into_iter().find(|format| format.name() == name)
+}
+
+/// Returns the model, where its weights are from, and its tokenizer if it is a real one.
+fn decoder(format: WeightFormat) -> (Arc<Decoder>, String, Option<Tokenizer>) {
+    let (config, weights, source, tokenizer) = match std::env::var(WEIGHTS) {
         Ok(path) => {
             let model = LoadedModel::open(&path, DType::F32, &Device::Cpu)
                 .unwrap_or_else(|error| panic!("{path}: {error}"));
-            (model.config, model.weights, path)
+            (model.config, model.weights, path, Some(model.tokenizer))
         }
         Err(_) => {
             let config = smollm2();
             let weights = random_weights(&config, 1, DType::F32, &Device::Cpu)
                 .expect("the configuration is valid");
-            (config, weights, format!("random; {WEIGHTS} is not set"))
+            let source = format!("random; {WEIGHTS} is not set");
+            (config, weights, source, None)
         }
     };
-    let decoder = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 1)
-        .expect("the weights fit");
-    (Arc::new(decoder), source)
+    let decoder =
+        Decoder::with_format(config, weights, &Device::Cpu, &Trainable::Frozen, 1, format)
+            .expect("the weights fit");
+    let source = format!("{source}, in {}", format.name());
+    (Arc::new(decoder), source, tokenizer)
 }
 
 /// Returns the tokens of sequence `index`: the same numbers as in the comparison's other programs.
@@ -126,7 +140,9 @@ fn prefilled(decoder: &Arc<Decoder>, sequences: usize) -> Engine {
 }
 
 fn report(criterion: &mut Criterion) {
-    let (decoder, source) = decoder();
+    let asked = std::env::var(DTYPE).unwrap_or_else(|_| "f32".to_owned());
+    let format = format(&asked).unwrap_or_else(|| panic!("{DTYPE} is `{asked}`"));
+    let (decoder, source, _) = decoder(format);
     println!("weights: {source}");
     let mut group = criterion.benchmark_group("prefill");
     group.sample_size(10);
@@ -182,11 +198,30 @@ fn greedy(decoder: &Arc<Decoder>, prompt: Vec<u32>, count: usize) -> Vec<u32> {
     }
 }
 
-/// Answers requests, one JSON object a line: `{"what": "prefill", "sequences": 8, "length": 128}` and
+/// Returns the log-probability of each token of a text but the first, whose context is all before it.
+fn score(decoder: &Decoder, tokens: &[u32]) -> Vec<f64> {
+    let batch = PackedBatch::from_sequences([tokens]);
+    let hidden = decoder
+        .hidden(&batch, Adapters::On)
+        .expect("the text fits the context");
+    let logits = decoder
+        .logits(&hidden)
+        .expect("as many as there are tokens");
+    let logits: Vec<Vec<f32>> = logits.to_vec2().expect("they are f32");
+    let logprob = |(logits, &token): (&Vec<f32>, &u32)| {
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+        f64::from(logits[token as usize]) - sum.ln()
+    };
+    logits.iter().zip(&tokens[1..]).map(logprob).collect()
+}
+
+/// Answers requests, one JSON object a line, each with a `"setting"` from [`FORMATS`] if it is not to be
+/// `f32`: `{"what": "prefill", "sequences": 8, "length": 128}` and
 /// `{"what": "decode", "sequences": 8, "steps": 16}` with `{"seconds": ..}`,
-/// `{"what": "greedy", "prompt": [..], "count": 16}` with `{"tokens": [..]}`.
+/// `{"what": "greedy", "prompt": [..], "count": 16}` with `{"tokens": [..]}`, `{"what": "score", "file":
+/// "..", "count": 1024}` with the log-probabilities of a text's first tokens and the perplexity.
 fn measure() {
-    let (decoder, source) = decoder();
+    let mut loaded = BTreeMap::new();
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("requests are text");
         let request: Value = serde_json::from_str(&line).expect("a request is JSON");
@@ -195,18 +230,31 @@ fn measure() {
             usize::try_from(value).expect("requests are small")
         };
         let sequences = number("sequences");
+        let setting = request["setting"].as_str().unwrap_or("f32");
+        let Some(format) = format(setting) else {
+            println!(
+                "{}",
+                json!({ "failed": format!("unknown setting {setting}") })
+            );
+            continue;
+        };
+        let (decoder, source, tokenizer) = loaded
+            .entry(format.name())
+            .or_insert_with(|| decoder(format));
+        let decoder = &*decoder;
         let answer = match request["what"].as_str() {
             Some("describe") => json!({
                 "version": env!("CARGO_PKG_VERSION"),
                 "weights": source,
+                "settings": FORMATS.map(WeightFormat::name),
                 "threads": std::thread::available_parallelism().map_or(1, usize::from),
             }),
             Some("prefill") => {
-                let time = prefill(&decoder, sequences, number("length"));
+                let time = prefill(decoder, sequences, number("length"));
                 json!({ "seconds": time.as_secs_f64() })
             }
             Some("decode") => {
-                let mut engine = prefilled(&decoder, sequences);
+                let mut engine = prefilled(decoder, sequences);
                 let time = decode(&mut engine, number("steps"));
                 json!({ "seconds": time.as_secs_f64() })
             }
@@ -216,7 +264,17 @@ fn measure() {
                     .filter_map(Value::as_u64)
                     .filter_map(|token| u32::try_from(token).ok())
                     .collect();
-                json!({ "tokens": greedy(&decoder, prompt, number("count")) })
+                json!({ "tokens": greedy(decoder, prompt, number("count")) })
+            }
+            Some("score") => {
+                let file = request["file"].as_str().expect("a file's name");
+                let text = fs_err::read_to_string(file).expect("the file is there");
+                let tokenizer = tokenizer.as_ref().expect("a real model's weights");
+                let mut tokens = tokenizer.encode(&text).expect("any text has tokens");
+                tokens.truncate(number("count"));
+                let logprobs = score(decoder, &tokens);
+                let mean = logprobs.iter().sum::<f64>() / logprobs.len() as f64;
+                json!({ "perplexity": (-mean).exp(), "logprobs": logprobs })
             }
             _ => json!({ "failed": format!("unknown request {line}") }),
         };

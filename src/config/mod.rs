@@ -180,8 +180,12 @@ pub enum Dtype {
     Auto,
     /// 32-bit floats.
     F32,
-    /// bfloat16; losses and log-probabilities stay in `f32`.
+    /// bfloat16; losses and log-probabilities stay in `f32`. On a CPU all computation does, and nothing
+    /// is lost of a checkpoint in bfloat16.
     Bf16,
+    /// 8-bit integers with a scale for each 32 inputs, on a CPU: for frozen weights, to serve them or to
+    /// train an adapter. All computation is in `f32`.
+    Int8,
 }
 
 /// Where a model runs.

@@ -44,17 +44,25 @@ impl RequestLimits {
         }
         let invalid = |field, reason| Err(EngineError::InvalidSampling { field, reason });
         let is_unknown = |token: &&u32| **token as usize >= self.vocab_size;
-        if let Some(token) = params.logit_bias.keys().find(is_unknown) {
-            let reason = format!(
-                "token {token} is outside the vocabulary of {}",
-                self.vocab_size
-            );
-            return invalid("logit_bias", reason);
+        for (field, token) in [
+            ("logit_bias", params.logit_bias.keys().find(is_unknown)),
+            (
+                "stop_token_ids",
+                params.stop_token_ids.iter().find(is_unknown),
+            ),
+        ] {
+            if let Some(token) = token {
+                let reason = format!(
+                    "token {token} is outside the vocabulary of {}",
+                    self.vocab_size
+                );
+                return invalid(field, reason);
+            }
         }
         // Stop tokens have no probability at first; something else must have.
         if params.min_new_tokens > 0 && params.stop_token_ids.len() >= self.vocab_size {
             let reason = format!(
-                "{} leave nothing of the vocabulary of {} for `min_new_tokens`",
+                "{} leave nothing of the vocabulary of {} to reach the least tokens of the turn",
                 params.stop_token_ids.len(),
                 self.vocab_size
             );

@@ -22,7 +22,9 @@ use crate::chat::{Message, ParsedTurn, ToolSpec};
 
 pub use self::error::EnvError;
 pub use self::text::describe_outcome;
-pub use self::tools::{RUN_PYTHON, ToolEnvironment, ToolEnvironmentConfig, run_python_tool};
+pub use self::tools::{
+    RUN_PYTHON, ToolEnvironment, ToolEnvironmentConfig, is_submission, run_python_tool,
+};
 
 /// How an episode ended, for reports; the reward alone trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

@@ -46,18 +46,29 @@ struct Submit {
 }
 
 impl Submit {
+    const CODE: Self = Self {
+        tool: "submit_solution",
+        argument: "code",
+    };
+    const TEXT: Self = Self {
+        tool: "submit_answer",
+        argument: "answer",
+    };
+
     fn of(kind: SubmissionKind) -> Self {
         match kind {
-            SubmissionKind::Code => Self {
-                tool: "submit_solution",
-                argument: "code",
-            },
-            SubmissionKind::Text => Self {
-                tool: "submit_answer",
-                argument: "answer",
-            },
+            SubmissionKind::Code => Self::CODE,
+            SubmissionKind::Text => Self::TEXT,
         }
     }
+}
+
+/// Returns whether a call of this tool is how a model ends an episode.
+#[must_use]
+pub fn is_submission(tool: &str) -> bool {
+    [Submit::CODE, Submit::TEXT]
+        .iter()
+        .any(|submit| submit.tool == tool)
 }
 
 /// Settings of [`ToolEnvironment`].

@@ -9,6 +9,7 @@ use axum::extract::rejection::BytesRejection;
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
+use super::conversation::{read_message, read_tool};
 use super::stream::{Chunks, Envelope, Streamed, TextSoFar, Usage, collect};
 use super::turn::{TurnReader, call_json, logprobs_json, rest};
 use super::wire::ChatRequest;
@@ -16,7 +17,7 @@ use super::{ApiError, App, unix_seconds};
 use crate::chat::{Message, RenderOptions, ToolSpec};
 use crate::engine::{
     EngineError, FinishReason, Finished, GenerateRequest, GeneratedToken, SamplingParams,
-    ThinkingBudget, TokenLogprob,
+    TokenLogprob,
 };
 
 /// A request that was read.
@@ -32,7 +33,7 @@ pub(super) async fn complete(
     State(app): State<Arc<App>>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let request: ChatRequest = app.read(body)?;
+    let request = ChatRequest::take(app.read(body)?)?;
     let reading = Arc::clone(&app);
     // Rendering and tokenizing a long conversation takes a while.
     let prepared = tokio::task::spawn_blocking(move || prepare(&reading, &request))
@@ -95,7 +96,7 @@ pub(super) async fn complete(
 }
 
 fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
-    app.check_model(&request.model)?;
+    app.check_model(&request.common.model)?;
     if let Some(format) = &request.response_format
         && format.get("type").and_then(Value::as_str) != Some("text")
     {
@@ -111,10 +112,8 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
         }
     };
     let mut tools: Vec<ToolSpec> = Vec::new();
-    for tool in request.tools.iter().flatten().filter(|_| uses_tools) {
-        let tool = serde_json::from_value(tool.clone())
-            .map_err(|error| ApiError::invalid("tools", format!("a tool is malformed: {error}")))?;
-        tools.push(tool);
+    for tool in request.tools.iter().filter(|_| uses_tools) {
+        tools.push(read_tool(tools.len(), tool)?);
     }
     let messages = request
         .messages
@@ -125,7 +124,7 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "there is no message"));
     }
-    let mut extra = request.chat_template_kwargs.clone().unwrap_or_default();
+    let mut extra = request.chat_template_kwargs.clone();
     let enable_thinking = match extra.remove("enable_thinking") {
         None | Some(Value::Null) => None,
         Some(Value::Bool(enabled)) => Some(enabled),
@@ -141,15 +140,8 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     };
     let chat = app.model.template.render(&messages, &tools, &options)?;
     let prompt = app.model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
-    let tells_logprobs = request.logprobs.unwrap_or(false);
-    let max_tokens = request.max_completion_tokens;
-    let top_logprobs = request.top_logprobs.filter(|_| tells_logprobs);
-    let mut generate = request
-        .common
-        .request(app, prompt, max_tokens, top_logprobs)?;
-    if let Some(tokens) = request.thinking_token_budget {
-        generate.params.thinking = Some(ThinkingBudget::new(&app.model.tokenizer, tokens)?);
-    }
+    let common = &request.common;
+    let generate = common.request(app, prompt)?;
     Ok(Prepared {
         generate,
         reader: TurnReader {
@@ -157,50 +149,10 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
             tools,
             is_thinking: chat.text.trim_end().ends_with("<think>"),
         },
-        tells_logprobs,
-        returns_token_ids: request.common.returns_token_ids(),
-        tells_usage: request.common.tells_usage(),
+        tells_logprobs: common.top_logprobs.is_some(),
+        returns_token_ids: common.return_token_ids,
+        tells_usage: common.include_usage,
     })
-}
-
-/// Reads a message with OpenAI's varieties: content in parts, arguments as text, `developer`.
-fn read_message(index: usize, message: &Value) -> Result<Message, ApiError> {
-    let fault = |reason: &str| {
-        ApiError::invalid(
-            "messages",
-            format!("message {index} is malformed: {reason}"),
-        )
-    };
-    let Value::Object(mut fields) = message.clone() else {
-        return Err(fault("it is not an object"));
-    };
-    if fields.get("role").and_then(Value::as_str) == Some("developer") {
-        fields.insert("role".to_owned(), Value::from("system"));
-    }
-    if let Some(Value::Array(parts)) = fields.get("content") {
-        let mut text = String::new();
-        for part in parts {
-            match (part.get("type").and_then(Value::as_str), part.get("text")) {
-                (Some("text"), Some(Value::String(part))) => text += part,
-                _ => return Err(fault("only content of text is supported")),
-            }
-        }
-        fields.insert("content".to_owned(), Value::from(text));
-    }
-    if let Some(reasoning) = fields.remove("reasoning") {
-        fields.entry("reasoning_content").or_insert(reasoning);
-    }
-    let mut message: Message =
-        serde_json::from_value(Value::Object(fields)).map_err(|error| fault(&error.to_string()))?;
-    for call in &mut message.tool_calls {
-        // Templates print arguments as an object.
-        if let Value::String(text) = &call.arguments
-            && let Ok(arguments @ Value::Object(_)) = serde_json::from_str(text)
-        {
-            call.arguments = arguments;
-        }
-    }
-    Ok(message)
 }
 
 /// Tells completions in the shape of the API.

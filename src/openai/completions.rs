@@ -22,7 +22,7 @@ pub(super) async fn complete(
     State(app): State<Arc<App>>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let request: CompletionRequest = app.read(body)?;
+    let request = CompletionRequest::take(app.read(body)?)?;
     let reading = Arc::clone(&app);
     let prepare = move || prepare(&reading, &request).map(|prepared| (prepared, request));
     let (mut prompts, request) = tokio::task::spawn_blocking(prepare)
@@ -36,28 +36,18 @@ pub(super) async fn complete(
     };
     let teller = Teller {
         app: Arc::clone(&app),
-        tells_logprobs: request.logprobs.is_some(),
-        returns_token_ids: request.common.returns_token_ids(),
+        tells_logprobs: request.common.top_logprobs.is_some(),
+        returns_token_ids: request.common.return_token_ids,
     };
-    if request.common.is_streamed() {
+    if request.common.stream {
         let generate = prompts.pop().filter(|_| prompts.is_empty());
         let generate = generate.ok_or_else(|| {
             ApiError::invalid("prompt", "only one prompt at a time can be streamed")
         })?;
-        return stream(
-            app,
-            generate,
-            envelope,
-            teller,
-            request.common.tells_usage(),
-        );
+        let include_usage = request.common.include_usage;
+        return stream(app, generate, envelope, teller, include_usage);
     }
     let asked: usize = prompts.iter().map(|prompt| prompt.seeds.len()).sum();
-    if asked > app.config.max_choices {
-        let limit = app.config.max_choices;
-        let message = format!("{asked} completions > {limit} of one request");
-        return Err(ApiError::invalid("prompt", message));
-    }
     // All are under way before the first is waited for.
     let mut generations: Vec<(Vec<u32>, usize, Generation)> = Vec::new();
     for generate in prompts {
@@ -123,20 +113,16 @@ fn stream(
 }
 
 fn prepare(app: &App, request: &CompletionRequest) -> Result<Vec<GenerateRequest>, ApiError> {
-    app.check_model(&request.model)?;
+    app.check_model(&request.common.model)?;
+    let best_of = request.best_of.is_some_and(|best_of| best_of > 1);
     for (param, is_asked) in [
-        ("echo", request.echo == Some(true)),
+        ("echo", request.echo),
         ("suffix", request.suffix.is_some()),
-        (
-            "best_of",
-            request.best_of.is_some_and(|best_of| best_of > 1),
-        ),
+        ("best_of", best_of),
     ] {
         if is_asked {
-            return Err(ApiError::invalid(
-                param,
-                format!("`{param}` is not supported"),
-            ));
+            let message = format!("`{param}` is not supported");
+            return Err(ApiError::invalid(param, message));
         }
     }
     let encode = |text: &String| app.model.tokenizer.encode(text);
@@ -146,20 +132,18 @@ fn prepare(app: &App, request: &CompletionRequest) -> Result<Vec<GenerateRequest
         Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
         Prompt::ManyTokens(prompts) => prompts.clone(),
     };
-    if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
-        return Err(EngineError::EmptyPrompt.into());
+    if prompts.is_empty() {
+        return Err(ApiError::invalid("prompt", "there is no prompt"));
     }
-    if prompts.len() > app.config.max_choices {
-        let limit = app.config.max_choices;
-        let message = format!(
-            "{} prompts > {limit} completions of one request",
-            prompts.len()
-        );
+    let asked = prompts.len().saturating_mul(request.common.n);
+    let limit = app.max_choices();
+    if prompts.len() > 1 && asked > limit {
+        let message = format!("{asked} completions > {limit}, the most of one request");
         return Err(ApiError::invalid("prompt", message));
     }
     prompts
         .into_iter()
-        .map(|prompt| request.common.request(app, prompt, None, request.logprobs))
+        .map(|prompt| request.common.request(app, prompt))
         .collect()
 }
 

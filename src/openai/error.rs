@@ -134,20 +134,10 @@ impl From<BusyError> for ApiError {
     }
 }
 
+/// What a client can ask for has been checked before the engine is asked; see `Keys::refuse`.
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
-        match error {
-            EngineError::InvalidSampling { field, .. } => Self::invalid(field, error.to_string()),
-            EngineError::PromptTooLong { .. } => Self::Invalid {
-                message: error.to_string(),
-                param: Some("messages"),
-                code: Some("context_length_exceeded"),
-            },
-            EngineError::EmptyPrompt | EngineError::TokenOutOfRange { .. } => {
-                Self::invalid("prompt", error.to_string())
-            }
-            error => Self::internal(&error),
-        }
+        Self::internal(&error)
     }
 }
 

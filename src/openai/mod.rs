@@ -16,6 +16,7 @@
 
 mod chat;
 mod completions;
+mod conversation;
 mod error;
 mod metrics;
 mod prepare;
@@ -40,7 +41,6 @@ use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
@@ -50,6 +50,7 @@ use crate::engine::{EngineHandle, Tokenizer};
 pub use error::ApiError;
 
 use metrics::Metrics;
+use wire::Fields;
 
 /// The model behind the API.
 #[derive(Debug, Clone)]
@@ -126,10 +127,7 @@ impl App {
     }
 
     /// Reads a request's body.
-    fn read<T: DeserializeOwned>(
-        &self,
-        body: Result<Bytes, BytesRejection>,
-    ) -> Result<T, ApiError> {
+    fn read(&self, body: Result<Bytes, BytesRejection>) -> Result<Fields, ApiError> {
         let body = body.map_err(|rejection| match rejection.status() {
             StatusCode::PAYLOAD_TOO_LARGE => ApiError::TooLarge {
                 limit: self.config.max_body_bytes,
@@ -140,11 +138,12 @@ impl App {
                 code: None,
             },
         })?;
-        serde_json::from_slice(&body).map_err(|error| ApiError::Invalid {
-            message: format!("the request is not valid JSON for this endpoint: {error}"),
-            param: None,
-            code: None,
-        })
+        Fields::parse(&body)
+    }
+
+    /// Returns the most completions of one request: more than are let in at a time never fit.
+    fn max_choices(&self) -> usize {
+        self.config.max_choices.min(self.engine.max_requests())
     }
 }
 

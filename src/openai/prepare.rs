@@ -1,120 +1,105 @@
 //! From what a client asks to what the engine is asked.
 
-use std::collections::BTreeMap;
-
-use super::wire::Common;
+use super::wire::{Common, Keys};
 use super::{ApiError, App};
-use crate::engine::{EngineError, GenerateRequest, SamplingParams, SequenceSeed};
+use crate::engine::{EngineError, GenerateRequest, SamplingParams, SequenceSeed, ThinkingBudget};
 
 /// Most tokens that end a turn besides the model's.
 const MAX_STOP_TOKENS: usize = 64;
 /// Most likeliest tokens with each token, as in OpenAI's API.
-pub(super) const MAX_TOP_LOGPROBS: usize = 20;
+const MAX_TOP_LOGPROBS: usize = 20;
 
 impl Common {
-    /// Returns what to generate behind `prompt`. `max_tokens` replaces the field of this name.
-    pub(super) fn request(
-        &self,
-        app: &App,
-        prompt: Vec<u32>,
-        max_tokens: Option<usize>,
-        top_logprobs: Option<usize>,
-    ) -> Result<GenerateRequest, ApiError> {
-        let params = self.params(app, prompt.len(), max_tokens, top_logprobs)?;
-        app.engine.limits().check(&prompt, &params)?;
+    /// Returns what to generate behind `prompt`.
+    pub(super) fn request(&self, app: &App, prompt: Vec<u32>) -> Result<GenerateRequest, ApiError> {
+        let params = self.params(app, prompt.len())?;
+        let checked = app.engine.limits().check(&prompt, &params);
+        checked.map_err(|error| self.keys.refuse(error))?;
         Ok(GenerateRequest {
             prompt,
             params,
             seeds: self.seeds(app)?,
-            stream: self.is_streamed(),
+            stream: self.stream,
         })
     }
 
-    fn params(
-        &self,
-        app: &App,
-        prompt: usize,
-        max_tokens: Option<usize>,
-        top_logprobs: Option<usize>,
-    ) -> Result<SamplingParams, ApiError> {
+    fn params(&self, app: &App, prompt: usize) -> Result<SamplingParams, ApiError> {
         let limit = app.engine.limits().max_context;
         if prompt >= limit {
-            return Err(EngineError::PromptTooLong {
+            return Err(self.keys.refuse(EngineError::PromptTooLong {
                 tokens: prompt,
                 limit,
-            }
-            .into());
+            }));
         }
         let room = limit - prompt;
-        let max_new_tokens = max_tokens.or(self.max_tokens).unwrap_or(room);
+        let max_new_tokens = self.max_tokens.unwrap_or(room);
         if max_new_tokens > room {
             return Err(ApiError::Invalid {
                 message: format!(
                     "{prompt} tokens of the prompt and {max_new_tokens} to generate are more than \
                      the {limit} of the context"
                 ),
-                param: Some("max_tokens"),
+                param: Some(self.keys.max_tokens),
                 code: Some("context_length_exceeded"),
             });
         }
-        if top_logprobs.is_some_and(|count| count > MAX_TOP_LOGPROBS) {
+        let top_logprobs = self.top_logprobs.unwrap_or_default();
+        if top_logprobs > MAX_TOP_LOGPROBS {
             return Err(ApiError::invalid(
-                "top_logprobs",
-                format!("at most {MAX_TOP_LOGPROBS} likeliest tokens are told"),
+                self.keys.top_logprobs,
+                format!("{top_logprobs} > {MAX_TOP_LOGPROBS} likeliest tokens"),
             ));
         }
-        let mut stop_token_ids = self.stop_token_ids.clone().unwrap_or_default();
+        let mut stop_token_ids = self.stop_token_ids.clone();
         if stop_token_ids.len() > MAX_STOP_TOKENS {
             return Err(ApiError::invalid(
                 "stop_token_ids",
                 format!("{} > {MAX_STOP_TOKENS} tokens", stop_token_ids.len()),
             ));
         }
-        if !self.ignore_eos.unwrap_or(false) {
+        if !self.ignore_eos {
             stop_token_ids.extend(&app.model.stop_token_ids);
         }
+        let thinking = self
+            .thinking_token_budget
+            .map(|tokens| ThinkingBudget::new(&app.model.tokenizer, tokens))
+            .transpose()
+            .map_err(|error| self.keys.refuse(error))?;
         let default = SamplingParams::default();
         Ok(SamplingParams {
             temperature: self.temperature.unwrap_or(default.temperature),
             top_p: self.top_p.unwrap_or(default.top_p),
-            top_k: self
-                .top_k
-                .map_or(0, |top_k| usize::try_from(top_k).unwrap_or(0)),
+            top_k: self.top_k()?,
             min_p: self.min_p.unwrap_or(default.min_p),
             repetition_penalty: self
                 .repetition_penalty
                 .unwrap_or(default.repetition_penalty),
             presence_penalty: self.presence_penalty.unwrap_or_default(),
             frequency_penalty: self.frequency_penalty.unwrap_or_default(),
-            logit_bias: self.logit_bias()?,
-            top_logprobs: top_logprobs.unwrap_or_default(),
+            logit_bias: self.logit_bias.clone(),
+            top_logprobs,
             max_new_tokens,
             min_new_tokens: self.min_tokens.unwrap_or_default(),
             stop_token_ids,
-            stop: self.stop.clone().map(Vec::from).unwrap_or_default(),
-            thinking: None,
+            stop: self.stop.clone(),
+            thinking,
         })
     }
 
-    /// Returns the biases by token id; JSON has strings for keys.
-    fn logit_bias(&self) -> Result<BTreeMap<u32, f32>, ApiError> {
-        let biases = self.logit_bias.iter().flatten();
-        biases
-            .map(|(token, &bias)| match token.parse() {
-                Ok(token) => Ok((token, bias)),
-                Err(_) => Err(ApiError::invalid(
-                    "logit_bias",
-                    "a key of `logit_bias` is not a token id",
-                )),
-            })
-            .collect()
+    fn top_k(&self) -> Result<usize, ApiError> {
+        match self.top_k {
+            None | Some(-1) => Ok(0),
+            Some(top_k) => usize::try_from(top_k).map_err(|_| {
+                let message = format!("{top_k} is neither a number of tokens nor -1, for all");
+                ApiError::invalid("top_k", message)
+            }),
+        }
     }
 
     /// Returns a stream of random numbers for each choice. Without a `seed` no two requests have the
     /// same.
     fn seeds(&self, app: &App) -> Result<Vec<SequenceSeed>, ApiError> {
-        let n = self.n.unwrap_or(1);
-        let limit = app.config.max_choices.min(app.engine.max_requests());
+        let (n, limit) = (self.n, app.max_choices());
         if !(1..=limit).contains(&n) {
             return Err(ApiError::invalid("n", format!("{n} is not in 1..={limit}")));
         }
@@ -126,19 +111,34 @@ impl Common {
             .map(|choice| SequenceSeed::new(run, task, choice))
             .collect())
     }
+}
 
-    pub(super) fn is_streamed(&self) -> bool {
-        self.stream.unwrap_or(false)
-    }
-
-    pub(super) fn tells_usage(&self) -> bool {
-        let options = self.stream_options.as_ref();
-        options
-            .and_then(|options| options.include_usage)
-            .unwrap_or(false)
-    }
-
-    pub(super) fn returns_token_ids(&self) -> bool {
-        self.return_token_ids.unwrap_or(false)
+impl Keys {
+    /// Returns the engine's refusal of a request in the words of the client.
+    pub(super) fn refuse(self, error: EngineError) -> ApiError {
+        match error {
+            EngineError::InvalidSampling { field, reason } => {
+                let field = match field {
+                    "max_new_tokens" => self.max_tokens,
+                    "min_new_tokens" => "min_tokens",
+                    "top_logprobs" => self.top_logprobs,
+                    "thinking" => "thinking_token_budget",
+                    field => field,
+                };
+                ApiError::invalid(field, format!("invalid `{field}`: {reason}"))
+            }
+            EngineError::PromptTooLong { tokens, limit } => ApiError::Invalid {
+                message: format!(
+                    "the prompt has {tokens} tokens, which leaves no room to generate within the \
+                     {limit} of the context"
+                ),
+                param: Some(self.prompt),
+                code: Some("context_length_exceeded"),
+            },
+            EngineError::EmptyPrompt | EngineError::TokenOutOfRange { .. } => {
+                ApiError::invalid(self.prompt, error.to_string())
+            }
+            error => ApiError::internal(&error),
+        }
     }
 }

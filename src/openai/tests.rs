@@ -404,7 +404,13 @@ async fn completions_take_text_and_tokens() {
         (json!({"prompt": ""}), "prompt"),
         (json!({"prompt": [300]}), "prompt"),
         (json!({"prompt": ["a", "b"], "stream": true}), "prompt"),
-        (json!({"logprobs": 21}), "top_logprobs"),
+        (json!({"logprobs": 21}), "logprobs"),
+        (json!({"prompt": []}), "prompt"),
+        (json!({"prompt": "x".repeat(600)}), "prompt"),
+        (json!({"prompt": {"text": "a"}}), "prompt"),
+        (json!({"prompt": ["a", 5]}), "prompt"),
+        (json!({"max_tokens": 0}), "max_tokens"),
+        (json!({"logprobs": true}), "logprobs"),
     ] {
         let error = complete(fields.clone()).await.error(400);
         assert_eq!(error["param"], param, "{fields}: {error}");
@@ -431,7 +437,24 @@ async fn what_cannot_be_is_refused_with_the_field() {
             json!({"top_logprobs": 21, "logprobs": true}),
             "top_logprobs",
         ),
-        (json!({"max_completion_tokens": 0}), "max_new_tokens"),
+        (json!({"max_completion_tokens": 0}), "max_completion_tokens"),
+        (
+            json!({"max_completion_tokens": null, "max_tokens": 0}),
+            "max_tokens",
+        ),
+        (json!({"min_tokens": 25}), "min_tokens"),
+        (
+            json!({"thinking_token_budget": -1}),
+            "thinking_token_budget",
+        ),
+        (json!({"stop_token_ids": [260]}), "stop_token_ids"),
+        (json!({"stop_token_ids": vec![0; 65]}), "stop_token_ids"),
+        (json!({"temperature": 1e-30}), "temperature"),
+        (json!({"temperature": 1e-300}), "temperature"),
+        (json!({"temperature": 1e30}), "temperature"),
+        (json!({"temperature": 1e300}), "temperature"),
+        (json!({"top_k": -2}), "top_k"),
+        (json!({"top_logprobs": 2}), "top_logprobs"),
         (json!({"messages": []}), "messages"),
         (
             json!({"messages": [{"role": "robot", "content": ""}]}),
@@ -455,6 +478,10 @@ async fn what_cannot_be_is_refused_with_the_field() {
         let error = ask(&app, CHAT, &chat(&fields)).await.error(400);
         assert_eq!(error["type"], "invalid_request_error");
         assert_eq!(error["param"], param, "{fields}: {error}");
+        let message = error["message"].as_str().unwrap();
+        for internal in ["new_tokens", "max_context", "max_cache", "`thinking`"] {
+            assert!(!message.contains(internal), "{fields}: {message}");
+        }
     }
     // Both numbers of a limit.
     let long = json!([{"role": "user", "content": "x".repeat(600)}]);
@@ -479,10 +506,129 @@ async fn what_cannot_be_is_refused_with_the_field() {
     assert_eq!(error["param"], "model");
     fetch(&app, "/v1/nothing").await.error(404);
     fetch(&app, CHAT).await.error(405);
-    let malformed = axum::http::Request::post(CHAT)
-        .body(Body::from("{\"model\": "))
-        .unwrap();
-    send(&app, malformed).await.error(400);
+}
+
+#[tokio::test]
+async fn a_field_of_another_type_is_refused_in_words_of_json() {
+    let app = toy();
+    let with = |field: &str, value: Value| chat(&json!({field: value}));
+    for (field, value, message) in [
+        (
+            "temperature",
+            json!("hot"),
+            "must be a number, not a string",
+        ),
+        (
+            "max_completion_tokens",
+            json!(-1),
+            "must be an integer that is not negative, not a negative number",
+        ),
+        ("n", json!(1.5), "not a number with a fraction"),
+        (
+            "seed",
+            json!([1]),
+            "must be an integer of 64 bits, not a list",
+        ),
+        (
+            "stream",
+            json!("yes"),
+            "must be true or false, not a string",
+        ),
+        ("stop", json!([1]), "not a list of something else"),
+        ("stop_token_ids", json!([-1]), "must be a list of token ids"),
+        ("logit_bias", json!({"1": "a"}), "the bias of token 1"),
+        (
+            "stream_options",
+            json!({"include_usage": 1}),
+            "`include_usage`",
+        ),
+        ("messages", json!("hi"), "must be a list, not a string"),
+        (
+            "messages",
+            json!([5]),
+            "message 0 is malformed: it must be an object",
+        ),
+        (
+            "messages",
+            json!([{"role": "user", "content": 5}]),
+            "`content` must be a string, not a number",
+        ),
+        (
+            "messages",
+            json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]),
+            "a call has no `name`",
+        ),
+        (
+            "tools",
+            json!([{"function": {"name": 1}}]),
+            "tool 0 is malformed",
+        ),
+        (
+            "tools",
+            json!([{"type": "web_search"}]),
+            "the type `function`",
+        ),
+        (
+            "chat_template_kwargs",
+            json!([]),
+            "must be an object, not a list",
+        ),
+        ("model", json!(3), "must be a string, not a number"),
+    ] {
+        let error = ask(&app, CHAT, &with(field, value)).await.error(400);
+        assert_eq!(error["param"], field, "{error}");
+        let found = error["message"].as_str().unwrap();
+        assert!(found.contains(message), "`{message}` is not in: {found}");
+        for leak in ["f32", "usize", "i64", "struct", "enum", "variant", "JSON"] {
+            assert!(!found.contains(leak), "{found}");
+        }
+    }
+    // What JSON has one kind of number for.
+    let body = chat(&json!({"max_completion_tokens": 4.0, "n": 1.0, "top_k": -1, "stop": null}));
+    assert_eq!(ask(&app, CHAT, &body).await.status, 200);
+
+    for (body, message) in [
+        ("{\"model\": ", "not JSON"),
+        ("{\"temperature\": NaN}", "not JSON"),
+        ("[]", "must be a JSON object, not a list"),
+        ("{}", "`model` is missing"),
+        ("{\"model\": \"toy\"}", "`messages` is missing"),
+    ] {
+        let request = axum::http::Request::post(CHAT).body(Body::from(body));
+        let error = send(&app, request.unwrap()).await.error(400);
+        let found = error["message"].as_str().unwrap();
+        assert!(found.contains(message), "`{message}` is not in: {found}");
+    }
+}
+
+/// More than are ever let in at a time is no matter of coming back later.
+#[tokio::test]
+async fn more_than_can_ever_be_let_in_is_refused_with_both_numbers() {
+    let (app, _) = service(ServerConfig::default(), 16);
+    for (path, body, param, numbers) in [
+        (
+            COMPLETIONS,
+            json!({"model": "toy", "prompt": vec!["a"; 50]}),
+            "prompt",
+            ["50", "16"],
+        ),
+        (
+            COMPLETIONS,
+            json!({"model": "toy", "prompt": vec!["a"; 9], "n": 2}),
+            "prompt",
+            ["18", "16"],
+        ),
+        (CHAT, chat(&json!({"n": 17})), "n", ["17", "16"]),
+    ] {
+        let error = ask(&app, path, &body).await.error(400);
+        assert_eq!(error["param"], param, "{error}");
+        let message = error["message"].as_str().unwrap();
+        for number in numbers {
+            assert!(message.contains(number), "`{number}` is not in: {message}");
+        }
+    }
+    let most = json!({"model": "toy", "prompt": vec!["a"; 16], "max_tokens": 1});
+    assert_eq!(ask(&app, COMPLETIONS, &most).await.status, 200);
 }
 
 #[tokio::test]

@@ -27,8 +27,9 @@ pub(super) struct ReadTurn {
 }
 
 impl TurnReader {
-    /// Reads a whole turn. Where a call cannot be read, the turn is content as it stands: here is
-    /// nobody who could tell the model.
+    /// Reads a whole turn. Where a call cannot be read, or is of a tool that the request does not
+    /// have, the turn is content as it stands: here is nobody who could tell the model, and a client
+    /// could do nothing with the call.
     pub(super) fn read(&self, text: &str) -> ReadTurn {
         let (reasoning, content) = self.split(text);
         let reasoning = reasoning.map(str::to_owned);
@@ -43,12 +44,15 @@ impl TurnReader {
         }
         let parsed = parse_calls(content, self.format, &self.tools);
         let calls: Result<Vec<ToolCall>, _> = parsed.tool_calls.into_iter().collect();
+        let is_known = |call: &ToolCall| self.tools.iter().any(|tool| tool.name == call.name);
         match calls {
-            Ok(tool_calls) if !tool_calls.is_empty() => ReadTurn {
-                reasoning,
-                content: parsed.content,
-                tool_calls,
-            },
+            Ok(tool_calls) if !tool_calls.is_empty() && tool_calls.iter().all(is_known) => {
+                ReadTurn {
+                    reasoning,
+                    content: parsed.content,
+                    tool_calls,
+                }
+            }
             _ => whole(reasoning),
         }
     }
@@ -175,6 +179,15 @@ mod tests {
         let turn = reader(false, true).read("a <tool_call>{oops}</tool_call>");
         assert_eq!(turn.content, "a <tool_call>{oops}</tool_call>");
         assert!(turn.tool_calls.is_empty());
+    }
+
+    #[test]
+    fn a_call_of_a_tool_that_is_not_there_stays_content() {
+        let text = CALL.replace("\"f\"", "\"g\"");
+        for text in [text.clone(), format!("{CALL}\n{text}")] {
+            let turn = reader(false, true).read(&text);
+            assert_eq!((turn.content, turn.tool_calls), (text, Vec::new()));
+        }
     }
 
     #[test]

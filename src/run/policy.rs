@@ -11,7 +11,9 @@ use fs_err as fs;
 use super::RunError;
 use crate::chat::ChatTemplate;
 use crate::config::{self, RunConfig};
-use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable};
+use crate::engine::model::{
+    Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat,
+};
 use crate::engine::{LoadedModel, Tokenizer};
 
 /// A model, its tokenizer and its chat template.
@@ -38,7 +40,9 @@ impl Policy {
     /// Fails where the model or the adapter is missing, damaged or not supported.
     pub fn load(config: &RunConfig, trainable: &Trainable) -> Result<Self, RunError> {
         let device = device(config.model.device)?;
-        let dtype = dtype(config.model.dtype, &device);
+        let (dtype, format) = held_in(config.model.dtype, &device);
+        // Adapters are computed and trained in single precision on the CPU, whatever the base is kept in.
+        let adapter_dtype = if device.is_cpu() { DType::F32 } else { dtype };
         let source = match &config.model.revision {
             Some(revision) => format!("{}@{revision}", config.model.path),
             None => config.model.path.clone(),
@@ -48,7 +52,7 @@ impl Policy {
             .model
             .adapter
             .as_ref()
-            .map(|path| LoraAdapter::load(path.as_ref(), dtype, &device))
+            .map(|path| LoraAdapter::load(path.as_ref(), adapter_dtype, &device))
             .transpose()?;
         let trainable = match (&adapter, trainable) {
             // An adapter to measure, or to go on from, brings its own shape.
@@ -57,12 +61,13 @@ impl Policy {
             }
             (_, trainable) => trainable.clone(),
         };
-        let decoder = Decoder::new(
+        let decoder = Decoder::with_format(
             loaded.config,
             loaded.weights,
             &device,
             &trainable,
             config.seed,
+            format,
         )?;
         if let Some(adapter) = &adapter {
             decoder.load_adapter(adapter)?;
@@ -211,10 +216,13 @@ fn device(device: config::Device) -> Result<Device, RunError> {
     }
 }
 
-fn dtype(dtype: config::Dtype, device: &Device) -> DType {
+/// Returns what weights are read as, and how the CPU keeps those that no training changes.
+fn held_in(dtype: config::Dtype, device: &Device) -> (DType, WeightFormat) {
     match dtype {
-        config::Dtype::Auto if device.is_cuda() => DType::BF16,
-        config::Dtype::Auto | config::Dtype::F32 => DType::F32,
-        config::Dtype::Bf16 => DType::BF16,
+        config::Dtype::Auto if device.is_cuda() => (DType::BF16, WeightFormat::Wide),
+        config::Dtype::Auto | config::Dtype::F32 => (DType::F32, WeightFormat::Wide),
+        config::Dtype::Bf16 if device.is_cuda() => (DType::BF16, WeightFormat::Wide),
+        config::Dtype::Bf16 => (DType::BF16, WeightFormat::Bf16),
+        config::Dtype::Int8 => (DType::F32, WeightFormat::Int8),
     }
 }

@@ -162,6 +162,16 @@ fn what_cannot_be_served_is_a_usage_error() {
         ),
         (&["serve", "--tool-call-format", "xml"], "`qwen_xml`"),
         (
+            &[
+                "train",
+                "--set",
+                "model.dtype=int8",
+                "--set",
+                "trainer.mode=full",
+            ],
+            "`int8` with training of all weights",
+        ),
+        (
             &["chat", "--temperature", "5000", "--no-tools"],
             "temperature",
         ),
@@ -210,6 +220,14 @@ fn a_conversation_is_piped_reset_and_ended() {
     assert_ne!(text("hi\nhi\n"), once.repeat(2));
     assert_eq!(text("hi\n/exit\nhi\n"), once);
 
+    // Weights that take less room are other weights, so that something else is likeliest at times.
+    let narrow = [&options[..], &["--set", "model.dtype=int8"]].concat();
+    let output = chat(&narrow, "hi\n/reset\nhi\n");
+    let answers = String::from_utf8(output.stdout).expect("UTF-8");
+    let (first, second) = answers.split_at(answers.len() / 2);
+    assert!(!first.trim().is_empty());
+    assert_eq!(first, second);
+
     let output = chat(&options, "/help\n");
     assert!(output.stdout.is_empty());
     assert!(String::from_utf8_lossy(&output.stderr).contains("/reset"));
@@ -233,8 +251,106 @@ fn a_chat_runs_the_models_python_in_the_sandbox() {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let notes = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(text.contains("<tool_call>"), "{text}");
-    assert!(notes.contains("often enough"), "{notes}");
-    // Its own tool is run; the one that it learned to submit with is not here, and it is told so.
+    // Its own tool is run. What it learned to submit with is not offered here, and ends its answer all
+    // the same: nobody would ever accept a call of it.
     let ran = text.contains("\"run_python\"");
-    assert!(ran || notes.contains("there is no tool"), "{text}\n{notes}");
+    let calls = text.matches("<tool_call>").count();
+    if ran {
+        assert!(notes.contains("often enough"), "{text}\n{notes}");
+    } else {
+        assert!(notes.contains("Submitted"), "{text}\n{notes}");
+    }
+    assert_eq!(calls, 1, "{text}\n{notes}");
+}
+
+/// A `wardian chat` that is spoken to in turns.
+struct Talk {
+    process: Child,
+    stdin: Option<std::process::ChildStdin>,
+    stdout: std::process::ChildStdout,
+}
+
+impl Talk {
+    fn start(arguments: &[&str]) -> Self {
+        let mut process = wardian(&[&["chat"], arguments].concat())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .expect("the binary starts");
+        Self {
+            stdin: process.stdin.take(),
+            stdout: process.stdout.take().expect("it is piped"),
+            process,
+        }
+    }
+
+    /// Says something and returns the pieces in which the answer's first line came.
+    fn say(&mut self, text: &str) -> Vec<String> {
+        let stdin = self.stdin.as_mut().expect("it is open");
+        writeln!(stdin, "{text}").expect("it reads");
+        let mut pieces: Vec<String> = Vec::new();
+        while !pieces.last().is_some_and(|piece| piece.contains('\n')) {
+            let mut piece = [0; 4096];
+            let len = self.stdout.read(&mut piece).expect("it answers");
+            assert!(len > 0, "it ended after {pieces:?}");
+            pieces.push(String::from_utf8_lossy(&piece[..len]).into_owned());
+        }
+        pieces
+    }
+
+    fn end(mut self) {
+        drop(self.stdin.take());
+        let mut rest = String::new();
+        self.stdout.read_to_string(&mut rest).expect("it ends");
+        let status = self.process.wait().expect("it ends");
+        assert_eq!((status.code(), rest.as_str()), (Some(0), ""));
+    }
+}
+
+impl Drop for Talk {
+    fn drop(&mut self) {
+        // It has ended already unless a test failed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+#[expect(clippy::print_stdout, reason = "a test says that it is skipped")]
+fn a_real_model_holds_a_conversation() {
+    let Ok(model) = std::env::var("WARDIAN_SMOLLM2_GGUF") else {
+        println!("skipped: WARDIAN_SMOLLM2_GGUF is not set");
+        return;
+    };
+    let options = [
+        "--model",
+        &model,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    ];
+    let mut talk = Talk::start(&options);
+    let france = talk.say("What is the capital of France?");
+    assert!(france.concat().contains("Paris"), "{france:?}");
+    assert!(
+        france.len() > 1,
+        "it came at once and not as it was made: {france:?}"
+    );
+    // What is asked for is in the message before.
+    let italy = talk.say("And of Italy?");
+    assert!(italy.concat().contains("Rome"), "{italy:?}");
+    // The same words at the beginning of a conversation mean something else.
+    talk.stdin
+        .as_mut()
+        .and_then(|stdin| writeln!(stdin, "/reset").ok())
+        .expect("it reads");
+    let alone = talk.say("And of Italy?");
+    assert_ne!(alone.concat(), italy.concat());
+    talk.end();
+
+    let pirate = "You are a pirate called Blackbeard.";
+    let mut talk = Talk::start(&[&options[..], &["--system", pirate]].concat());
+    let name = talk.say("Who are you?");
+    assert!(name.concat().contains("Blackbeard"), "{name:?}");
+    talk.end();
 }

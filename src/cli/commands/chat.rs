@@ -20,7 +20,7 @@ use crate::engine::{
     Engine, EngineConfig, EngineError, FinishReason, Finished, SamplingParams, SequenceId,
     SequenceSeed, TextStream, ThinkingBudget, Tokenizer,
 };
-use crate::env::{RUN_PYTHON, describe_outcome, run_python_tool};
+use crate::env::{RUN_PYTHON, describe_outcome, is_submission, run_python_tool};
 use crate::run::RunError;
 use crate::sandbox::{ExecRequest, Limits, Sandbox};
 
@@ -222,6 +222,7 @@ impl Chat<'_> {
     /// Samples turns, with the tool results between them appended as in training.
     fn answer(&mut self, id: SequenceId) -> Result<(), Failure> {
         let internal = |error: EngineError| Failure::from(RunError::from(error));
+        let mut made: Vec<ToolCall> = Vec::new();
         let mut calls = 0;
         loop {
             let finished = self.sample(id)?;
@@ -246,10 +247,21 @@ impl Chat<'_> {
             if parsed.tool_calls.is_empty() {
                 return Ok(());
             }
+            let read = || parsed.tool_calls.iter().flatten();
+            let is_over = read().any(|call| is_submission(&call.name));
+            // What was answered before is answered the same again.
+            let is_stuck = parsed.tool_calls.iter().all(|call| match call {
+                Ok(call) => made.contains(call),
+                Err(_) => false,
+            });
+            made.extend(read().cloned());
             let mut results = Vec::with_capacity(parsed.tool_calls.len());
             for call in &parsed.tool_calls {
                 calls += 1;
                 let result = match call {
+                    Ok(call) if is_submission(&call.name) => {
+                        Message::tool_result(call, "Submitted. Nothing is graded here.")
+                    }
                     Ok(call) => Message::tool_result(call, self.call(call)?),
                     Err(error) => Message::tool(format!("error: {error}")),
                 };
@@ -258,6 +270,14 @@ impl Chat<'_> {
                 results.push(result);
             }
             self.messages.extend(results.iter().cloned());
+            if is_over {
+                return Ok(());
+            }
+            if is_stuck {
+                self.printer
+                    .note("The model repeats a call that was answered: it is your turn");
+                return Ok(());
+            }
             if calls >= self.max_tool_calls {
                 self.printer
                     .note("The model has called its tool often enough for one answer");

@@ -15,7 +15,7 @@ use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
 use super::linear::{Linear, Lora, Parameter, ParameterBuilder};
 use super::lora::{LoraAdapter, LoraConfig};
-use super::ops::{HeadShape, Values};
+use super::ops::{HeadShape, Values, WeightFormat};
 use super::safetensors_file::write_safetensors;
 use super::weights::Weights;
 use super::{ModelConfig, ModelError, PackedBatch};
@@ -145,14 +145,28 @@ impl Decoder {
         trainable: &Trainable,
         seed: u64,
     ) -> Result<Self, ModelError> {
-        Self::build(
-            config,
-            weights.into(),
-            device,
-            trainable,
-            seed,
-            device.is_cpu(),
-        )
+        let format = WeightFormat::Wide;
+        Self::with_format(config, weights, device, trainable, seed, format)
+    }
+
+    /// As [`Decoder::new`], with the CPU's frozen matrices kept in `format`. Whoever reads them, sampler
+    /// and trainer alike, computes with the same numbers: those that the format has left of the weights.
+    ///
+    /// # Errors
+    ///
+    /// As [`Decoder::new`], and where there are no such matrices: on a GPU, with all weights to train, or
+    /// in double precision.
+    pub fn with_format(
+        config: ModelConfig,
+        weights: impl Into<Weights>,
+        device: &Device,
+        trainable: &Trainable,
+        seed: u64,
+        format: WeightFormat,
+    ) -> Result<Self, ModelError> {
+        let is_fused = device.is_cpu();
+        let weights = weights.into();
+        Self::build(config, weights, device, trainable, seed, is_fused, format)
     }
 
     /// Builds a decoder on plain tensor operations, whatever the device: the twin of the CPU kernels
@@ -165,7 +179,8 @@ impl Decoder {
         trainable: &Trainable,
         seed: u64,
     ) -> Result<Self, ModelError> {
-        Self::build(config, weights, device, trainable, seed, false)
+        let format = WeightFormat::Wide;
+        Self::build(config, weights, device, trainable, seed, false, format)
     }
 
     fn build(
@@ -175,6 +190,7 @@ impl Decoder {
         trainable: &Trainable,
         seed: u64,
         is_fused: bool,
+        format: WeightFormat,
     ) -> Result<Self, ModelError> {
         config.validate()?;
         if let Trainable::Lora(lora) = trainable {
@@ -195,11 +211,27 @@ impl Decoder {
                 supported: "`float32` for full fine-tuning, where updates vanish in half precision",
             });
         }
+        let obstacle = match (is_fused, trainable, dtype) {
+            _ if format == WeightFormat::Wide => None,
+            (false, ..) => Some("a GPU"),
+            (_, Trainable::Full, _) => Some("training of all weights"),
+            (.., DType::F64) => Some("weights in `float64`"),
+            _ => None,
+        };
+        if let Some(obstacle) = obstacle {
+            return Err(ModelError::Unsupported {
+                field: "dtype",
+                found: format!("`{}` with {obstacle}", format.name()),
+                supported: "weights that take less room than `float32` on the CPU, frozen: to serve, or \
+                            under an adapter",
+            });
+        }
         let lora = match trainable {
             Trainable::Lora(lora) => Some(lora.clone()),
             _ => None,
         };
-        let mut builder = ParameterBuilder::new(weights, trainable, dtype, device, seed, is_fused);
+        let mut builder =
+            ParameterBuilder::new(weights, trainable, dtype, device, seed, is_fused, format);
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let embedding =
             builder.take_matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)?;
@@ -349,7 +381,7 @@ impl Decoder {
                 let tensor = tensor.to_device(&self.device)?.to_dtype(wide)?;
                 let part = Parameter::frozen(name, &tensor.contiguous()?);
                 parts.push(if self.is_fused() {
-                    part.packed()?
+                    part.packed(WeightFormat::Wide)?
                 } else {
                     part
                 });

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 use super::lora::LoraConfig;
-use super::ops::{Packed, Panels, Real, Values};
+use super::ops::{Packed, Panels, Real, Values, WeightFormat};
 use super::weights::{Weights, lora_a};
 use super::{ModelError, Trainable};
 
@@ -54,7 +54,7 @@ impl PanelCache {
         if let Some(packed) = current(&cached) {
             return Ok(packed);
         }
-        let packed = Packed::new(tensor)?;
+        let packed = Packed::new(tensor, WeightFormat::Wide)?;
         *cached = Some((version, packed.clone()));
         Ok(packed)
     }
@@ -88,9 +88,9 @@ impl Parameter {
     }
 
     /// Packs a frozen matrix for the CPU's kernels.
-    pub(super) fn packed(mut self) -> candle_core::Result<Self> {
+    pub(super) fn packed(mut self, format: WeightFormat) -> candle_core::Result<Self> {
         if let (Stored::Tensor(tensor), None) = (&self.values, self.slot) {
-            self.values = Stored::Packed(Packed::new(tensor)?);
+            self.values = Stored::Packed(Packed::new(tensor, format)?);
         }
         Ok(self)
     }
@@ -129,7 +129,7 @@ impl Parameter {
         match &self.values {
             Stored::Packed(packed) => packed.panels(),
             Stored::Variable(tensor, cache) => cache.packed(tensor)?.panels(),
-            Stored::Tensor(tensor) => Packed::new(tensor)?.panels(),
+            Stored::Tensor(tensor) => Packed::new(tensor, WeightFormat::Wide)?.panels(),
         }
     }
 
@@ -199,6 +199,8 @@ pub(super) struct ParameterBuilder<'a> {
     dtype: DType,
     seed: u64,
     is_fused: bool,
+    /// Of the matrices that no training changes.
+    format: WeightFormat,
     variables: Vec<(String, Var)>,
     version: Arc<AtomicU64>,
 }
@@ -211,6 +213,7 @@ impl<'a> ParameterBuilder<'a> {
         device: &'a Device,
         seed: u64,
         is_fused: bool,
+        format: WeightFormat,
     ) -> Self {
         Self {
             weights,
@@ -219,6 +222,7 @@ impl<'a> ParameterBuilder<'a> {
             dtype,
             seed,
             is_fused,
+            format,
             variables: Vec::new(),
             version: Arc::default(),
         }
@@ -263,7 +267,7 @@ impl<'a> ParameterBuilder<'a> {
         if self.is_fused && weight.slot.is_some() {
             weight.values = self.with_panels(weight.values);
         } else if self.is_fused {
-            weight = weight.packed()?;
+            weight = weight.packed(self.format)?;
         }
         Ok(weight)
     }

@@ -46,6 +46,7 @@ pub(crate) use gradients::GradientReal;
 pub use gradients::Gradients;
 pub(crate) use linear::is_redundant;
 pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig};
+pub use ops::WeightFormat;
 pub use packed::PackedBatch;
 pub use rope_scaling::RopeScaling;
 #[cfg(any(fuzzing, test))]

@@ -126,19 +126,19 @@ impl SamplingParams {
         };
         let within = |value: f32, least: f32, most: f32, field| {
             check((least..=most).contains(&value), field, &|| {
-                format!("{value} is not in {least}..={most}")
+                format!("{value:?} is not in {least}..={most}")
             })
         };
         // Below this, dividing by the temperature overflows; 0 asks for greedy.
         let is_temperature = self.temperature == 0.0 || (1e-3..=1e3).contains(&self.temperature);
         check(is_temperature, "temperature", &|| {
-            format!("{} is neither 0 nor in 0.001..=1000", self.temperature)
+            format!("{:?} is neither 0 nor in 0.001..=1000", self.temperature)
         })?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", &|| {
-            format!("{} is not in (0, 1]", self.top_p)
+            format!("{:?} is not in (0, 1]", self.top_p)
         })?;
         check((0.0..=1.0).contains(&self.min_p), "min_p", &|| {
-            format!("{} is not in [0, 1]", self.min_p)
+            format!("{:?} is not in [0, 1]", self.min_p)
         })?;
         // Farther out, logits overflow.
         within(self.repetition_penalty, 0.01, 100.0, "repetition_penalty")?;
@@ -160,7 +160,7 @@ impl SamplingParams {
             "min_new_tokens",
             &|| {
                 format!(
-                    "{} > {}, the `max_new_tokens`",
+                    "{} > {}, the most tokens of the turn",
                     self.min_new_tokens, self.max_new_tokens
                 )
             },

@@ -4,8 +4,8 @@ use super::super::decoder::Layer;
 use super::super::gradients::Gradients;
 use super::super::linear::Linear;
 use super::super::ops::{
-    Attention, HeadShape, PackedKeyValues, Turn, Values, Write, attend, attend_backward, rms_norm,
-    rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
+    Attention, Buffer, HeadShape, PackedKeyValues, Real, Turn, Values, Write, attend,
+    attend_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
 };
 use super::super::{Adapters, ModelError};
 use super::{FusedReal, Pass, linear};
@@ -26,41 +26,41 @@ pub(super) enum Keep {
 }
 
 /// The input of a layer, and what it made of it unless that is to be recomputed.
-pub(super) struct LayerTape<T> {
+pub(super) struct LayerTape<T: Real> {
     input: Vec<T>,
     activations: Option<Activations<T>>,
 }
 
 /// Intermediate results, `[n, width]` each.
-struct Activations<T> {
+struct Activations<T: Real> {
     attention: AttentionActivations<T>,
     /// Residual stream between attention and feed-forward.
     middle: Vec<T>,
     feed_forward: FeedForwardActivations<T>,
 }
 
-struct AttentionActivations<T> {
-    normed: Vec<T>,
+struct AttentionActivations<T: Real> {
+    normed: Buffer<T>,
     projected: Projected<T>,
     /// Queries and keys before their norm, if they have one.
-    unnormed: Option<(Vec<T>, Vec<T>)>,
+    unnormed: Unnormed<T>,
     attended: Attention<T>,
     output_low: Option<Vec<T>>,
 }
 
 /// Queries, keys and values as attention reads them, and each adapter's low-rank product.
-struct Projected<T> {
-    queries: Vec<T>,
-    keys: Vec<T>,
-    values: Vec<T>,
+struct Projected<T: Real> {
+    queries: Buffer<T>,
+    keys: Buffer<T>,
+    values: Buffer<T>,
     low: [Option<Vec<T>>; 3],
 }
 
-struct FeedForwardActivations<T> {
-    normed: Vec<T>,
-    gate: Vec<T>,
-    up: Vec<T>,
-    product: Vec<T>,
+struct FeedForwardActivations<T: Real> {
+    normed: Buffer<T>,
+    gate: Buffer<T>,
+    up: Buffer<T>,
+    product: Buffer<T>,
     low: [Option<Vec<T>>; 3],
 }
 
@@ -135,14 +135,14 @@ fn normalise<T: FusedReal>(
     pass: &Pass<'_, T>,
     x: &[T],
     weight: &candle_core::Tensor,
-) -> Result<Vec<T>, ModelError> {
+) -> Result<Buffer<T>, ModelError> {
     let weight = Values::<T>::of(weight)?;
-    let mut y = vec![T::ZERO; x.len()];
+    let mut y = Buffer::new(x.len());
     rms_norm(x, &weight, pass.decoder.config().rms_norm_eps, &mut y);
     Ok(y)
 }
 
-type Unnormed<T> = Option<(Vec<T>, Vec<T>)>;
+type Unnormed<T> = Option<(Buffer<T>, Buffer<T>)>;
 
 fn project<T: FusedReal>(
     pass: &Pass<'_, T>,
@@ -156,7 +156,7 @@ fn project<T: FusedReal>(
         head_dim,
     } = pass.decoder.head_shape();
     let rows = pass.batch.len();
-    let outputs = |linear: &Linear| vec![T::ZERO; rows * linear.outputs];
+    let outputs = |linear: &Linear| Buffer::new(rows * linear.outputs);
     let mut queries = outputs(&layer.q_proj);
     let mut keys = outputs(&layer.k_proj);
     let mut values = outputs(&layer.v_proj);
@@ -233,8 +233,8 @@ fn add_feed_forward<T: FusedReal>(
 ) -> Result<(), ModelError> {
     let (width, inner) = (layer.down_proj.outputs, layer.gate_proj.outputs);
     let most = FEED_FORWARD_ROWS.min(x.len() / width);
-    let mut gate = vec![T::ZERO; most * inner];
-    let mut up = vec![T::ZERO; most * inner];
+    let mut gate = Buffer::new(most * inner);
+    let mut up = Buffer::new(most * inner);
     for (index, x) in x.chunks_mut(FEED_FORWARD_ROWS * width).enumerate() {
         let (first, rows) = (index * FEED_FORWARD_ROWS, x.len() / width);
         let adapters = pass.adapters.part(first..first + rows);
@@ -264,8 +264,8 @@ fn feed_forward<T: FusedReal>(
     let adapters = &pass.adapters;
     let inner = layer.gate_proj.outputs;
     let normed = normalise(pass, middle, layer.post_norm.tensor())?;
-    let mut gate = vec![T::ZERO; rows * inner];
-    let mut up = vec![T::ZERO; rows * inner];
+    let mut gate = Buffer::new(rows * inner);
+    let mut up = Buffer::new(rows * inner);
     let [gate_low, up_low] = linear::forward(
         [&layer.gate_proj, &layer.up_proj],
         &normed,
@@ -274,7 +274,7 @@ fn feed_forward<T: FusedReal>(
         Write::Replace,
         [&mut gate, &mut up],
     )?;
-    let mut product = vec![T::ZERO; rows * inner];
+    let mut product = Buffer::new(rows * inner);
     swiglu(&gate, &up, &mut product);
     let mut output = middle.to_vec();
     let [down_low] = linear::forward(

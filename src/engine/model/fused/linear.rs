@@ -147,7 +147,7 @@ mod tests {
     use crate::engine::model::adapters::AdapterRegistry;
     use crate::engine::model::linear::ParameterBuilder;
     use crate::engine::model::tests_support::{GoldenCase, golden};
-    use crate::engine::model::{LoraConfig, PackedBatch, Trainable, Weights};
+    use crate::engine::model::{LoraConfig, PackedBatch, Trainable, WeightFormat, Weights};
 
     /// The layer of a golden case, with its adapter.
     fn layer(case: &GoldenCase) -> (Linear, Vec<(String, Var)>) {
@@ -165,8 +165,15 @@ mod tests {
         });
         let (outputs, inputs) = weight.dims2().unwrap();
         let weights = Weights::from([("q_proj.weight".to_owned(), weight)]);
-        let mut builder =
-            ParameterBuilder::new(weights, &trainable, DType::F64, &Device::Cpu, 0, true);
+        let mut builder = ParameterBuilder::new(
+            weights,
+            &trainable,
+            DType::F64,
+            &Device::Cpu,
+            0,
+            true,
+            WeightFormat::Wide,
+        );
         let linear = builder
             .take_linear("q_proj", outputs, inputs, false)
             .unwrap();

@@ -22,7 +22,7 @@ use crate::engine::kv_cache::{CacheReal, KvCache, RowId};
 use layer::{Keep, LayerTape};
 
 /// What a forward pass on the CPU keeps for its backward pass.
-pub(super) struct FusedTape<T> {
+pub(super) struct FusedTape<T: Real> {
     layers: Vec<LayerTape<T>>,
     /// Input of the final norm, `[n, hidden]`.
     last: Vec<T>,

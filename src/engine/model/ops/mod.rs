@@ -9,6 +9,7 @@
 //! training batch has the same bits as when it was sampled alone.
 
 mod attention;
+mod buffer;
 mod matmul;
 mod panels;
 mod rms_norm;
@@ -24,8 +25,11 @@ pub(crate) use attention::{
     Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, PackedKeyValues, attend, attend_backward,
     key_block_len, write_key_value,
 };
+pub(crate) use buffer::Buffer;
+use buffer::FreeBuffers;
 pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
+pub use panels::WeightFormat;
 pub(crate) use panels::{Packed, Panels, Product, linear, linears};
 pub(crate) use rms_norm::{rms_norm, rms_norm_backward};
 pub(crate) use rope::{RopeRows, RopeTable, Turn, rope};
@@ -67,6 +71,8 @@ pub trait Real: WithDType + Vectorized + std::ops::Neg<Output = Self> + std::ite
     ///
     /// Fails if the storage holds another type.
     fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
+    /// Returns the buffers of this type that nobody has.
+    fn free_buffers() -> &'static FreeBuffers<Self>;
 }
 
 impl Real for f32 {
@@ -120,6 +126,11 @@ impl Real for f32 {
             _ => candle_core::bail!("expected a storage of f32"),
         }
     }
+
+    fn free_buffers() -> &'static FreeBuffers<Self> {
+        static FREE: FreeBuffers<f32> = FreeBuffers::new();
+        &FREE
+    }
 }
 
 impl Real for f64 {
@@ -152,6 +163,11 @@ impl Real for f64 {
             CpuStorage::F64(values) => Ok(values),
             _ => candle_core::bail!("expected a storage of f64"),
         }
+    }
+
+    fn free_buffers() -> &'static FreeBuffers<Self> {
+        static FREE: FreeBuffers<f64> = FreeBuffers::new();
+        &FREE
     }
 }
 

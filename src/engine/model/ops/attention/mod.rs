@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{LANES, Matrix, Real, Write, lane_max, lane_sum, matmul, vectorized};
+use super::{Buffer, LANES, Matrix, Real, Write, lane_max, lane_sum, matmul, vectorized};
 
 /// Keys in one block: two AVX-512 registers of `f32` scores for each query.
 pub(crate) const KEYS_PER_BLOCK: usize = 2 * LANES;
@@ -152,9 +152,9 @@ impl<T: Real> KeyValues<T> for PackedKeyValues<'_, T> {
 }
 
 /// What [`attend`] returns.
-pub(crate) struct Attention<T> {
+pub(crate) struct Attention<T: Real> {
     /// Weighted values, `[n, heads * head_dim]`.
-    pub(crate) output: Vec<T>,
+    pub(crate) output: Buffer<T>,
     /// Log-sum-exp of each query's scaled scores, `[n, heads]`.
     pub(crate) log_sum_exp: Vec<T>,
 }
@@ -175,10 +175,10 @@ pub(crate) fn attend<T: Real>(
     source: &impl KeyValues<T>,
 ) -> Attention<T> {
     let tokens = segments.last().map_or(0, |segment| segment.end);
-    let mut output = vec![T::ZERO; tokens * shape.query_width()];
+    let mut output = Buffer::new(tokens * shape.query_width());
     let mut log_sum_exp = vec![T::ZERO; tokens * shape.heads];
     let mut tasks = Vec::new();
-    let (mut rest, mut rest_lse) = (output.as_mut_slice(), log_sum_exp.as_mut_slice());
+    let (mut rest, mut rest_lse) = (&mut output[..], log_sum_exp.as_mut_slice());
     for (index, segment) in segments.iter().enumerate() {
         let mut start = segment.start;
         while start < segment.end {

@@ -4,6 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::Real;
 use super::PANEL;
+use super::stored::{Panel, Source};
 
 /// Vectors of outputs that a kernel has accumulators for, for each row.
 const VECTORS: usize = 2;
@@ -24,6 +25,10 @@ pub trait Vectorized: Sized {
     ) -> Self::Vector<S>;
     /// Views numbers as vectors; the length must be a multiple of a vector's.
     fn vectors<S: Simd>(values: &[Self]) -> &[Self::Vector<S>];
+    /// Returns a number in this precision.
+    fn from_single(value: f32) -> Self;
+    /// Returns the number, rounded to single precision.
+    fn to_single(self) -> f32;
     /// Views numbers as vectors; the length must be a multiple of a vector's.
     fn vectors_mut<S: Simd>(values: &mut [Self]) -> &mut [Self::Vector<S>];
 }
@@ -44,6 +49,16 @@ impl Vectorized for f32 {
     #[inline(always)]
     fn vectors<S: Simd>(values: &[Self]) -> &[S::f32s] {
         S::as_simd_f32s(values).0
+    }
+
+    #[inline(always)]
+    fn from_single(value: f32) -> Self {
+        value
+    }
+
+    #[inline(always)]
+    fn to_single(self) -> f32 {
+        self
     }
 
     #[inline(always)]
@@ -68,6 +83,17 @@ impl Vectorized for f64 {
     #[inline(always)]
     fn vectors<S: Simd>(values: &[Self]) -> &[S::f64s] {
         S::as_simd_f64s(values).0
+    }
+
+    #[inline(always)]
+    fn from_single(value: f32) -> Self {
+        Self::from(value)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "what it is for")]
+    #[inline(always)]
+    fn to_single(self) -> f32 {
+        self as f32
     }
 
     #[inline(always)]
@@ -126,7 +152,31 @@ impl Level {
         tile: Tile<'_, T>,
         write: impl FnMut(usize, &[T; PANEL]),
     ) {
-        let multiply = Multiply { tile, write };
+        let Tile { x, rows, panel } = tile;
+        match panel {
+            Panel::Wide(panel) => self.run(Multiply {
+                x,
+                rows,
+                panel,
+                write,
+            }),
+            Panel::Bf16(panel) => self.run(Multiply {
+                x,
+                rows,
+                panel,
+                write,
+            }),
+            Panel::Int8(panel) => self.run(Multiply {
+                x,
+                rows,
+                panel,
+                write,
+            }),
+        }
+    }
+
+    #[inline(always)]
+    fn run(self, multiply: impl WithSimd<Output = ()>) {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::V4 => {
@@ -147,58 +197,77 @@ impl Level {
 }
 
 /// Rows of tokens and a panel to multiply them with.
+#[derive(Clone, Copy)]
 pub(super) struct Tile<'a, T> {
     /// The first input of all rows, then the second.
     pub(super) x: &'a [T],
     pub(super) rows: usize,
-    pub(super) panel: &'a [T],
+    pub(super) panel: Panel<'a, T>,
 }
 
-struct Multiply<'a, T, W> {
-    tile: Tile<'a, T>,
+struct Multiply<'a, T, P, W> {
+    x: &'a [T],
+    rows: usize,
+    panel: P,
     write: W,
 }
 
-impl<T: Real, W: FnMut(usize, &[T; PANEL])> WithSimd for Multiply<'_, T, W> {
+impl<T: Real, P: Source<T>, W: FnMut(usize, &[T; PANEL])> WithSimd for Multiply<'_, T, P, W> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
-        let Tile { x, rows, panel } = self.tile;
-        match rows {
-            1 => rows_times_panel::<S, T, 1>(simd, x, panel, &mut self.write),
-            2 => rows_times_panel::<S, T, 2>(simd, x, panel, &mut self.write),
-            3 => rows_times_panel::<S, T, 3>(simd, x, panel, &mut self.write),
-            4 => rows_times_panel::<S, T, 4>(simd, x, panel, &mut self.write),
-            5 => rows_times_panel::<S, T, 5>(simd, x, panel, &mut self.write),
-            6 => rows_times_panel::<S, T, 6>(simd, x, panel, &mut self.write),
-            7 => rows_times_panel::<S, T, 7>(simd, x, panel, &mut self.write),
-            8 => rows_times_panel::<S, T, 8>(simd, x, panel, &mut self.write),
-            9 => rows_times_panel::<S, T, 9>(simd, x, panel, &mut self.write),
-            10 => rows_times_panel::<S, T, 10>(simd, x, panel, &mut self.write),
-            11 => rows_times_panel::<S, T, 11>(simd, x, panel, &mut self.write),
-            12 => rows_times_panel::<S, T, 12>(simd, x, panel, &mut self.write),
-            _ => unreachable!("no level has tiles of {rows} rows"),
+        // How many numbers the two vectors of a row hold.
+        match VECTORS * size_of::<T::Vector<S>>() / size_of::<T>() {
+            2 => self.multiply::<S, 2>(simd),
+            4 => self.multiply::<S, 4>(simd),
+            8 => self.multiply::<S, 8>(simd),
+            16 => self.multiply::<S, 16>(simd),
+            32 => self.multiply::<S, 32>(simd),
+            numbers => unreachable!("no machine has vectors of {numbers} numbers"),
         }
     }
 }
 
+impl<T: Real, P: Source<T>, W: FnMut(usize, &[T; PANEL])> Multiply<'_, T, P, W> {
+    #[inline(always)]
+    fn multiply<S: Simd, const N: usize>(&mut self, simd: S) {
+        let (x, panel, write) = (self.x, self.panel, &mut self.write);
+        match self.rows {
+            1 => rows_times_panel::<S, T, P, N, 1>(simd, x, panel, write),
+            2 => rows_times_panel::<S, T, P, N, 2>(simd, x, panel, write),
+            3 => rows_times_panel::<S, T, P, N, 3>(simd, x, panel, write),
+            4 => rows_times_panel::<S, T, P, N, 4>(simd, x, panel, write),
+            5 => rows_times_panel::<S, T, P, N, 5>(simd, x, panel, write),
+            6 => rows_times_panel::<S, T, P, N, 6>(simd, x, panel, write),
+            7 => rows_times_panel::<S, T, P, N, 7>(simd, x, panel, write),
+            8 => rows_times_panel::<S, T, P, N, 8>(simd, x, panel, write),
+            9 => rows_times_panel::<S, T, P, N, 9>(simd, x, panel, write),
+            10 => rows_times_panel::<S, T, P, N, 10>(simd, x, panel, write),
+            11 => rows_times_panel::<S, T, P, N, 11>(simd, x, panel, write),
+            12 => rows_times_panel::<S, T, P, N, 12>(simd, x, panel, write),
+            rows => unreachable!("no level has tiles of {rows} rows"),
+        }
+    }
+}
+
+/// Multiplies, `N` outputs at a time: two vectors of them.
 #[inline(always)]
-fn rows_times_panel<S: Simd, T: Real, const ROWS: usize>(
+fn rows_times_panel<S: Simd, T: Real, P: Source<T>, const N: usize, const ROWS: usize>(
     simd: S,
     x: &[T],
-    panel: &[T],
+    panel: P,
     write: &mut impl FnMut(usize, &[T; PANEL]),
 ) {
     let (x, _) = x.as_chunks::<ROWS>();
-    let panel = T::vectors::<S>(panel);
     let zero = T::splat(simd, T::ZERO);
     let mut sums = [[T::ZERO; PANEL]; ROWS];
-    let vectors = T::vectors::<S>(&sums[0]).len();
-    for first in (0..vectors).step_by(VECTORS) {
+    for first in (0..PANEL).step_by(N) {
         let mut accumulators = [[zero; VECTORS]; ROWS];
-        for (x, outputs) in x.iter().zip(panel.chunks_exact(vectors)) {
-            let weights = [outputs[first], outputs[first + 1]];
+        for (input, x) in x.iter().enumerate() {
+            let outputs: [T; N] = panel.wide(input, first);
+            let weights = T::vectors::<S>(&outputs);
+            let weights = [weights[0], weights[1]];
             for row in 0..ROWS {
                 let x = T::splat(simd, x[row]);
                 for vector in 0..VECTORS {
@@ -208,8 +277,8 @@ fn rows_times_panel<S: Simd, T: Real, const ROWS: usize>(
             }
         }
         for row in 0..ROWS {
-            let sums = T::vectors_mut::<S>(&mut sums[row]);
-            sums[first..first + VECTORS].copy_from_slice(&accumulators[row]);
+            let sums = T::vectors_mut::<S>(&mut sums[row][first..first + N]);
+            sums.copy_from_slice(&accumulators[row]);
         }
     }
     for (row, sums) in sums.iter().enumerate() {

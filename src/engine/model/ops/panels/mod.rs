@@ -7,6 +7,7 @@
 //! beside it**, and small products run on the same code as large ones.
 
 mod kernel;
+mod stored;
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,9 +15,11 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::{Real, Values, Write, into_tensor};
+use super::{Buffer, Real, Values, Write, into_tensor};
 pub(super) use kernel::Vectorized;
 use kernel::{Level, Tile};
+pub use stored::WeightFormat;
+use stored::{Panel, Source, Stored};
 
 /// Outputs in one panel: two AVX-512 registers of `f32`.
 pub(crate) const PANEL: usize = 32;
@@ -37,9 +40,7 @@ const TASK_PRODUCTS: usize = 64 * 1024;
 
 /// A weight matrix `[outputs, inputs]`, packed.
 pub(crate) struct Panels<T> {
-    values: Vec<T>,
-    /// Where the first panel starts in `values`.
-    start: usize,
+    values: Stored<T>,
     outputs: usize,
     inputs: usize,
 }
@@ -59,36 +60,16 @@ impl<T: Real> Panels<T> {
     /// # Panics
     ///
     /// Panics if `weight` has another size.
-    pub(crate) fn pack(weight: &[T], outputs: usize, inputs: usize) -> Self {
+    pub(crate) fn pack(weight: &[T], outputs: usize, inputs: usize, format: WeightFormat) -> Self {
         assert_eq!(weight.len(), outputs * inputs, "size of the weight");
-        let len = outputs.div_ceil(PANEL) * inputs * PANEL;
-        let mut values = vec![T::ZERO; len + ALIGNMENT / size_of::<T>()];
-        ask_for_huge_pages(&mut values);
-        let start = values
-            .as_ptr()
-            .align_offset(ALIGNMENT)
-            .min(values.len() - len);
-        if inputs > 0 {
-            values[start..start + len]
-                .par_chunks_exact_mut(inputs * PANEL)
-                .zip(weight.par_chunks(inputs * PANEL))
-                .for_each(|(panel, rows)| {
-                    for (column, row) in rows.chunks_exact(inputs).enumerate() {
-                        for (outputs, &value) in panel.chunks_exact_mut(PANEL).zip(row) {
-                            outputs[column] = value;
-                        }
-                    }
-                });
-        }
         Self {
-            values,
-            start,
+            values: Stored::pack(weight, inputs, format),
             outputs,
             inputs,
         }
     }
 
-    /// Returns the rows one after the other.
+    /// Returns the rows one after the other, as the products see them.
     pub(crate) fn unpack(&self) -> Vec<T> {
         let mut weight = vec![T::ZERO; self.outputs * self.inputs];
         if self.inputs > 0 {
@@ -96,11 +77,8 @@ impl<T: Real> Panels<T> {
                 .par_chunks_mut(self.inputs * PANEL)
                 .enumerate()
                 .for_each(|(index, rows)| {
-                    let panel = self.panel(index);
                     for (column, row) in rows.chunks_exact_mut(self.inputs).enumerate() {
-                        for (value, outputs) in row.iter_mut().zip(panel.chunks_exact(PANEL)) {
-                            *value = outputs[column];
-                        }
+                        self.copy_row(index, column, row);
                     }
                 });
         }
@@ -113,21 +91,29 @@ impl<T: Real> Panels<T> {
         rows.zip(indices)
             .with_min_len(16)
             .for_each(|(row, &index)| {
-                let (panel, column) = (index as usize / PANEL, index as usize % PANEL);
-                let panel = self.panel(panel).chunks_exact(PANEL);
-                for (value, outputs) in row.iter_mut().zip(panel) {
-                    *value = outputs[column];
-                }
+                self.copy_row(index as usize / PANEL, index as usize % PANEL, row);
             });
+    }
+
+    fn copy_row(&self, panel: usize, column: usize, row: &mut [T]) {
+        fn copy<T: Real>(panel: impl Source<T>, column: usize, row: &mut [T]) {
+            for (input, value) in row.iter_mut().enumerate() {
+                [*value] = panel.wide(input, column);
+            }
+        }
+        match self.panel(panel) {
+            Panel::Wide(panel) => copy(panel, column, row),
+            Panel::Bf16(panel) => copy(panel, column, row),
+            Panel::Int8(panel) => copy(panel, column, row),
+        }
     }
 
     fn panels(&self) -> usize {
         self.outputs.div_ceil(PANEL)
     }
 
-    fn panel(&self, index: usize) -> &[T] {
-        let len = self.inputs * PANEL;
-        &self.values[self.start + index * len..][..len]
+    fn panel(&self, index: usize) -> Panel<'_, T> {
+        self.values.panel(index, self.inputs)
     }
 }
 
@@ -169,16 +155,16 @@ impl Packed {
     /// # Errors
     ///
     /// Fails if the tensor is something else.
-    pub(crate) fn new(tensor: &Tensor) -> candle_core::Result<Self> {
+    pub(crate) fn new(tensor: &Tensor, format: WeightFormat) -> candle_core::Result<Self> {
         let (outputs, inputs) = tensor.dims2()?;
         Ok(match tensor.dtype() {
             DType::F64 => {
                 let values = Values::of(tensor)?;
-                Self::F64(Arc::new(Panels::pack(&values, outputs, inputs)))
+                Self::F64(Arc::new(Panels::pack(&values, outputs, inputs, format)))
             }
             _ => {
                 let values = Values::of(tensor)?;
-                Self::F32(Arc::new(Panels::pack(&values, outputs, inputs)))
+                Self::F32(Arc::new(Panels::pack(&values, outputs, inputs, format)))
             }
         })
     }
@@ -332,10 +318,10 @@ impl Groups {
 
     /// Returns the rows with each group's laid side by side: the first input of all its rows, then
     /// the second.
-    fn pack<T: Real>(self, x: &[T], inputs: usize) -> Vec<T> {
-        let mut packed = vec![T::ZERO; x.len()];
+    fn pack<T: Real>(self, x: &[T], inputs: usize) -> Buffer<T> {
+        let mut packed = Buffer::new(x.len());
         let mut parts = Vec::with_capacity(self.count);
-        let mut rest = packed.as_mut_slice();
+        let mut rest = &mut packed[..];
         for group in 0..self.count {
             let rows = self.rows(group);
             let (part, after) = rest.split_at_mut(rows.len() * inputs);

@@ -40,7 +40,7 @@ const SHAPES: [(usize, usize); 8] = [
 fn a_row_does_not_depend_on_the_rows_beside_it() {
     for level in Level::available() {
         for (k, n) in SHAPES {
-            let weight = Panels::pack(&fill(n * k, 2), n, k);
+            let weight = Panels::pack(&fill(n * k, 2), n, k, WeightFormat::Wide);
             let x = fill(90 * k, 1);
             let all = product(level, &x, 90, &weight);
             for m in 1..=70 {
@@ -62,7 +62,7 @@ fn products_match_the_definition_on_every_level() {
     for level in Level::available() {
         for (k, n) in SHAPES {
             let (w, x) = (fill(n * k, 2), fill(15 * k, 1));
-            let y = product(level, &x, 15, &Panels::pack(&w, n, k));
+            let y = product(level, &x, 15, &Panels::pack(&w, n, k, WeightFormat::Wide));
             for (i, &y) in y.iter().enumerate() {
                 let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
                 let terms = || x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
@@ -81,7 +81,7 @@ fn products_together_are_those_apart() {
     let x: Vec<f64> = fill(m * k, 1).into_iter().map(f64::from).collect();
     let pack = |n: usize, seed| {
         let w: Vec<f64> = fill(n * k, seed).into_iter().map(f64::from).collect();
-        Panels::pack(&w, n, k)
+        Panels::pack(&w, n, k, WeightFormat::Wide)
     };
     let (a, b) = (pack(40, 2), pack(16, 3));
     let (mut y_a, mut y_b) = (vec![0.0; m * 40], vec![1.0; m * 16]);
@@ -111,7 +111,7 @@ fn products_together_are_those_apart() {
 fn packing_loses_nothing() {
     for (k, n) in SHAPES {
         let w = fill(n * k, 4);
-        let panels = Panels::pack(&w, n, k);
+        let panels = Panels::pack(&w, n, k, WeightFormat::Wide);
         assert_eq!(panels.unpack(), w);
         let indices = [n - 1, 0, n / 2].map(|i| u32::try_from(i).unwrap());
         let mut rows = vec![0.0; indices.len() * k];
@@ -137,4 +137,59 @@ fn a_target_hands_out_what_is_inside_only() {
         message.starts_with("assertion failed: row < self.rows"),
         "{message}"
     );
+}
+
+/// Weights that take less room are other weights, and nothing else: the products are those with the
+/// same numbers in full precision, bit for bit.
+#[test]
+fn products_with_narrow_weights_are_those_with_the_same_numbers_kept_wide() {
+    for format in [WeightFormat::Bf16, WeightFormat::Int8] {
+        for (k, n) in SHAPES {
+            let (w, x) = (fill(n * k, 2), fill(15 * k, 1));
+            let narrow = Panels::pack(&w, n, k, format);
+            let seen = narrow.unpack();
+            if k > 1 {
+                assert_ne!(seen, w, "{format:?} keeps less");
+            }
+            let wide = Panels::pack(&seen, n, k, WeightFormat::Wide);
+            for level in Level::available() {
+                for m in [1, 7, 15] {
+                    let found = product(level, &x[..m * k], m, &narrow);
+                    let expected = product(level, &x[..m * k], m, &wide);
+                    assert_eq!(found, expected, "{format:?} {level:?} k {k} n {n} m {m}");
+                }
+            }
+            let mut rows = vec![0.0; 2 * k];
+            let indices = [u32::try_from(n).unwrap() - 1, 0];
+            narrow.copy_rows(&indices, &mut rows);
+            assert_eq!(rows, [&seen[(n - 1) * k..], &seen[..k]].concat());
+        }
+    }
+}
+
+#[test]
+fn narrow_weights_are_the_nearest() {
+    let (k, n) = (100, 33);
+    let w = fill(n * k, 5);
+    let bf16 = Panels::pack(&w, n, k, WeightFormat::Bf16).unpack();
+    for (&found, &w) in bf16.iter().zip(&w) {
+        assert_eq!(found.to_bits() << 16, 0);
+        assert!((found - w).abs() <= w.abs() / 256.0, "{found} {w}");
+    }
+    let again = Panels::pack(&bf16, n, k, WeightFormat::Bf16).unpack();
+    assert_eq!(again, bf16, "nothing is lost of weights in bf16");
+    assert_eq!(
+        Panels::pack(&[1.0 + 1.0 / 256.0, f32::MAX], 2, 1, WeightFormat::Bf16).unpack(),
+        [1.0, f32::from_bits(0x7f7f_0000)],
+        "ties to even, and no infinity"
+    );
+    let int8 = Panels::pack(&w, n, k, WeightFormat::Int8).unpack();
+    for (found, w) in int8.chunks(k).zip(w.chunks(k)) {
+        for (found, w) in found.chunks(32).zip(w.chunks(32)) {
+            let largest = w.iter().map(|w| w.abs()).fold(0.0, f32::max);
+            for (found, w) in found.iter().zip(w) {
+                assert!((found - w).abs() <= 0.501 * largest / 127.0, "{found} {w}");
+            }
+        }
+    }
 }

@@ -1,6 +1,8 @@
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 
+mod formats;
+
 use super::tests_support::{formula_weights, golden_folder, random_tokens, scaled_llama, toy};
 use super::*;
 use crate::engine::RowId;
