@@ -505,7 +505,7 @@ async fn requests_are_bounded_before_they_are_read() {
 #[tokio::test]
 async fn a_key_is_asked_for_where_one_is_set() {
     let config = ServerConfig {
-        api_key: Some("secret".to_owned()),
+        api_key: Some(crate::http::ApiKey::new("secret")),
         ..ServerConfig::default()
     };
     assert!(!format!("{config:?}").contains("secret"));
