@@ -1,5 +1,6 @@
 //! The environment `python`: a real CPython whose state persists across steps.
 
+use std::fmt::Write as _;
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -150,7 +151,7 @@ pub(super) fn stderr_of(outcome: &ExecOutcome) -> String {
         if !text.is_empty() && !text.ends_with('\n') {
             text.push('\n');
         }
-        text.push_str(&format!("the program {}\n", outcome.exit));
+        let _ = writeln!(text, "the program {}", outcome.exit);
     }
     text
 }
