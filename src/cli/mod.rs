@@ -76,7 +76,7 @@ enum Command {
     Export(commands::export::ExportArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
-    /// Serve a model with the OpenAI API
+    /// Serve a model with the OpenAI API, or an environment over OpenEnv's protocol
     Serve(commands::serve::ServeArgs),
     /// Run one Python program in a fresh sandbox
     Exec(commands::exec::ExecArgs),

@@ -97,6 +97,9 @@ pub struct ToolEnvironmentConfig {
 ///
 /// Where the task asks for a text, as for a number, the tool is `submit_answer(answer)`, and a turn
 /// without a call is the answer.
+///
+/// A clone goes on by itself from where the episode is.
+#[derive(Clone)]
 pub struct ToolEnvironment {
     task: Arc<Task>,
     sandbox: Arc<dyn Sandbox>,
@@ -144,6 +147,11 @@ impl ToolEnvironment {
             is_well_formed: true,
             stats: EpisodeStats::default(),
         }
+    }
+
+    /// Runs the programs of the following turns in another sandbox.
+    pub fn set_sandbox(&mut self, sandbox: Arc<dyn Sandbox>) {
+        self.sandbox = sandbox;
     }
 
     /// Returns the two tools as the model sees them.

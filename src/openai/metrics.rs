@@ -1,64 +1,42 @@
 //! Counts for Prometheus, in its text format.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::engine::EngineStatus;
+use crate::http::{Histogram, ResponseCounts, series};
 
 /// Upper bounds of the buckets of durations, in seconds.
 const BUCKETS: [f64; 12] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0,
 ];
 
-/// What the server has done. Endpoints are a fixed set, so the number of series is bounded.
+/// What the server has done.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
+    responses: ResponseCounts,
     inner: Mutex<Inner>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
-    requests: BTreeMap<(String, u16), u64>,
-    request_seconds: Histogram,
-    first_token_seconds: Histogram,
+    request_seconds: Histogram<{ BUCKETS.len() }>,
+    first_token_seconds: Histogram<{ BUCKETS.len() }>,
 }
 
-#[derive(Debug, Default)]
-struct Histogram {
-    counts: [u64; BUCKETS.len()],
-    count: u64,
-    sum: f64,
-}
-
-impl Histogram {
-    fn observe(&mut self, duration: Duration) {
-        let seconds = duration.as_secs_f64();
-        self.count += 1;
-        self.sum += seconds;
-        for (count, bound) in self.counts.iter_mut().zip(BUCKETS) {
-            *count += u64::from(seconds <= bound);
+impl Default for Inner {
+    fn default() -> Self {
+        Self {
+            request_seconds: Histogram::new(BUCKETS),
+            first_token_seconds: Histogram::new(BUCKETS),
         }
-    }
-
-    fn write(&self, text: &mut String, name: &str) {
-        for (count, bound) in self.counts.iter().zip(BUCKETS) {
-            let _ = writeln!(text, "{name}_bucket{{le=\"{bound}\"}} {count}");
-        }
-        let _ = writeln!(text, "{name}_bucket{{le=\"+Inf\"}} {}", self.count);
-        let _ = writeln!(text, "{name}_sum {}\n{name}_count {}", self.sum, self.count);
     }
 }
 
 impl Metrics {
     /// Counts a response, whose body may still be under way.
     pub(super) fn count_response(&self, endpoint: &str, status: u16) {
-        let mut inner = self.lock();
-        *inner
-            .requests
-            .entry((endpoint.to_owned(), status))
-            .or_default() += 1;
+        self.responses.count(endpoint, status);
     }
 
     /// Records how long a completion took from its arrival to its last token.
@@ -79,12 +57,6 @@ impl Metrics {
     pub(super) fn render(&self, engine: &EngineStatus) -> String {
         let stats = engine.stats;
         let mut text = String::new();
-        let mut series = |name: &str, kind: &str, help: &str, value: f64| {
-            let _ = writeln!(
-                text,
-                "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}"
-            );
-        };
         for (name, help, value) in [
             ("engine_steps_total", "Forward passes", stats.steps),
             (
@@ -108,7 +80,7 @@ impl Metrics {
                 stats.evictions,
             ),
         ] {
-            series(name, "counter", help, value as f64);
+            series(&mut text, name, "counter", help, value as f64);
         }
         for (name, help, duration) in [
             (
@@ -122,7 +94,7 @@ impl Metrics {
                 stats.sampling,
             ),
         ] {
-            series(name, "counter", help, duration.as_secs_f64());
+            series(&mut text, name, "counter", help, duration.as_secs_f64());
         }
         for (name, help, value) in [
             (
@@ -136,17 +108,10 @@ impl Metrics {
                 engine.cached_tokens,
             ),
         ] {
-            series(name, "gauge", help, value as f64);
+            series(&mut text, name, "gauge", help, value as f64);
         }
+        self.responses.write(&mut text);
         let inner = self.lock();
-        text.push_str("# HELP http_requests_total Responses by endpoint and status\n");
-        text.push_str("# TYPE http_requests_total counter\n");
-        for ((endpoint, status), count) in &inner.requests {
-            let _ = writeln!(
-                text,
-                "http_requests_total{{endpoint=\"{endpoint}\",status=\"{status}\"}} {count}"
-            );
-        }
         for (name, help, histogram) in [
             (
                 "completion_seconds",
@@ -159,8 +124,7 @@ impl Metrics {
                 &inner.first_token_seconds,
             ),
         ] {
-            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} histogram");
-            histogram.write(&mut text, name);
+            histogram.write(&mut text, name, help);
         }
         text
     }

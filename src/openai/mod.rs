@@ -27,10 +27,8 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
 
 use axum::Json;
 use axum::Router;
@@ -42,10 +40,10 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::engine::{EngineHandle, Tokenizer};
+use crate::http::{ApiKey, name_request, unix_seconds};
 
 pub use error::ApiError;
 
@@ -68,24 +66,14 @@ pub struct ServedModel {
 }
 
 /// Settings of the server.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct ServerConfig {
     /// What clients must send as `Authorization: Bearer`; `None` lets everybody in. Default: none.
-    pub api_key: Option<String>,
+    pub api_key: Option<ApiKey>,
     /// Largest body that is read. Default: 8 MiB.
     pub max_body_bytes: usize,
     /// Most completions of one request (`n` times the prompts). Default: 128.
     pub max_choices: usize,
-}
-
-impl fmt::Debug for ServerConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerConfig")
-            .field("has_api_key", &self.api_key.is_some())
-            .field("max_body_bytes", &self.max_body_bytes)
-            .field("max_choices", &self.max_choices)
-            .finish()
-    }
 }
 
 impl Default for ServerConfig {
@@ -147,12 +135,6 @@ impl App {
     }
 }
 
-fn unix_seconds() -> u64 {
-    SystemTime::now()
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
-}
-
 /// Returns the API as a service.
 pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) -> Router {
     let body_limit = DefaultBodyLimit::max(config.max_body_bytes);
@@ -179,38 +161,9 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
         })
         .method_not_allowed_fallback(async || ApiError::MethodNotAllowed)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), count))
+        .layer(middleware::from_fn(name_request))
         .layer(body_limit)
         .with_state(app)
-}
-
-/// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`.
-///
-/// # Errors
-///
-/// Fails if the listener does.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-    grace: Duration,
-) -> std::io::Result<()> {
-    let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
-    let server = axum::serve(listener, router).with_graceful_shutdown(async {
-        // A dropped sender means the same.
-        let _ = receiver.await;
-    });
-    let overdue = async {
-        shutdown.await;
-        let _ = sender.send(());
-        tokio::time::sleep(grace).await;
-    };
-    tokio::select! {
-        served = server => served,
-        () = overdue => {
-            tracing::warn!(?grace, "requests were cut off at the end of the time to finish");
-            Ok(())
-        }
-    }
 }
 
 async fn authorize(
@@ -219,15 +172,10 @@ async fn authorize(
     request: Request,
     next: Next,
 ) -> Response {
-    if let Some(key) = &app.config.api_key {
-        let sent = headers
-            .get(header::AUTHORIZATION)
-            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
-        // Hashes are compared in constant time, whatever the lengths are.
-        let matches = |sent: &[u8]| blake3::hash(sent) == blake3::hash(key.as_bytes());
-        if !sent.is_some_and(matches) {
-            return ApiError::Unauthorized.into_response();
-        }
+    if let Some(key) = &app.config.api_key
+        && !key.admits(&headers)
+    {
+        return ApiError::Unauthorized.into_response();
     }
     next.run(request).await
 }

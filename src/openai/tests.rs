@@ -1,13 +1,17 @@
 //! The API on a toy model that speaks bytes.
 
+use std::time::Duration;
+
 use axum::body::Body;
 use axum::http::Method;
 use candle_core::{DType, Device};
+use tokio::net::TcpListener;
 use tower::ServiceExt as _;
 
 use super::*;
 use crate::engine::model::{Decoder, ModelConfig, Trainable, random_weights};
 use crate::engine::{Engine, EngineConfig};
+use crate::http::serve;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
     {% endfor %}{% if tools %}<tool_call>{% endif %}\
@@ -651,7 +655,7 @@ async fn requests_are_bounded_before_they_are_read() {
 #[tokio::test]
 async fn a_key_is_asked_for_where_one_is_set() {
     let config = ServerConfig {
-        api_key: Some("secret".to_owned()),
+        api_key: Some(ApiKey::new("secret")),
         ..ServerConfig::default()
     };
     assert!(!format!("{config:?}").contains("secret"));

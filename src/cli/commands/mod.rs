@@ -10,6 +10,7 @@ pub(super) mod report;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 pub(super) mod serve;
+mod serve_env;
 mod setup;
 pub(super) mod sft;
 pub(super) mod task;

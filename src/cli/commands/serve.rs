@@ -1,6 +1,7 @@
-//! `wardian serve`: the OpenAI API in front of a model.
+//! `wardian serve`: the OpenAI API in front of a model, or environments over OpenEnv's protocol.
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -9,6 +10,7 @@ use clap::Args;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::serve_env::{EnvArgs, EnvironmentName};
 use super::setup;
 use crate::chat::ToolCallFormat;
 use crate::cli::ExitStatus;
@@ -16,6 +18,7 @@ use crate::cli::args::{ModelArgs, parse_duration};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::engine::{Engine, EngineConfig, EngineHandle, PrefixCaching, available_memory};
+use crate::http::{self, ApiKey};
 use crate::openai::{self, ServedModel, ServerConfig};
 use crate::run::{Policy, RunError};
 
@@ -24,6 +27,8 @@ use crate::run::{Policy, RunError};
 pub(in crate::cli) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    environment: EnvArgs,
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
@@ -64,6 +69,9 @@ pub(in crate::cli) struct ServeArgs {
 
 pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     let api_key = api_key(args.api_key_env.as_deref()).map_err(Failure::usage)?;
+    if let Some(name) = args.environment.env {
+        return run_environment(args, name, api_key, printer);
+    }
     if !(args.memory_share > 0.0 && args.memory_share <= 1.0) {
         let message = format!("`--memory-share` is {}, not in (0, 1]", args.memory_share);
         return Err(Failure::usage(anyhow::anyhow!(message)));
@@ -94,41 +102,75 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     let (engine, thread) =
         EngineHandle::start(engine, args.max_requests).map_err(Failure::internal)?;
     let router = openai::router(engine, model, config);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .worker_threads(2)
-        .build()
-        .map_err(Failure::internal)?;
-    runtime.block_on(async {
-        let listener = TcpListener::bind(args.listen)
-            .await
-            .with_context(|| format!("listening on {}", args.listen))
-            .map_err(Failure::usage)?;
+    on_runtime(args.listen, async |listener, stop| {
         let address = listener.local_addr().map_err(Failure::internal)?;
-        let stop = stop_signal().map_err(Failure::internal)?;
         printer.note(&format!(
             "Serving `{name}` at http://{address}/v1 with {limits}"
         ));
-        openai::serve(listener, router, stop, args.grace)
+        http::serve(listener, router, stop, args.grace)
             .await
             .map_err(Failure::internal)
     })?;
-    // Connections that are still open hold the engine; the runtime's end drops them.
-    runtime.shutdown_timeout(Duration::from_secs(1));
     // The thread ends once its handles are gone; it panicked only if it has said so.
     let _ = thread.join();
     printer.note("Stopped");
     Ok(ExitStatus::Success)
 }
 
-fn api_key(variable: Option<&str>) -> anyhow::Result<Option<String>> {
+fn run_environment(
+    args: &ServeArgs,
+    name: EnvironmentName,
+    api_key: Option<ApiKey>,
+    printer: &Printer,
+) -> Outcome {
+    let max_bytes = usize::try_from(args.max_request_bytes.0).unwrap_or(usize::MAX);
+    let server = args.environment.server(name, api_key, max_bytes, printer)?;
+    on_runtime(args.listen, async |listener, stop| {
+        let address = listener.local_addr().map_err(Failure::internal)?;
+        printer.note(&format!(
+            "Serving the environment `{}` at http://{address}",
+            server.name()
+        ));
+        server
+            .serve(listener, stop, args.grace)
+            .await
+            .map_err(Failure::internal)
+    })?;
+    printer.note("Stopped");
+    Ok(ExitStatus::Success)
+}
+
+/// Listens, and runs `serve` with what is ready when the process is asked to stop.
+fn on_runtime(
+    listen: SocketAddr,
+    serve: impl AsyncFnOnce(TcpListener, StopSignal) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .worker_threads(2)
+        .build()
+        .map_err(Failure::internal)?;
+    runtime.block_on(async {
+        let listener = TcpListener::bind(listen)
+            .await
+            .with_context(|| format!("listening on {listen}"))
+            .map_err(Failure::usage)?;
+        let stop = stop_signal().map_err(Failure::internal)?;
+        serve(listener, stop).await
+    })?;
+    // Connections that are still open hold what is served; the runtime's end drops them.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(())
+}
+
+fn api_key(variable: Option<&str>) -> anyhow::Result<Option<ApiKey>> {
     let Some(variable) = variable else {
         return Ok(None);
     };
     let key = std::env::var(variable)
         .with_context(|| format!("reading the API key from the variable `{variable}`"))?;
     anyhow::ensure!(!key.trim().is_empty(), "the variable `{variable}` is empty");
-    Ok(Some(key.trim().to_owned()))
+    Ok(Some(ApiKey::new(key.trim())))
 }
 
 fn new_engine(args: &ServeArgs, policy: &Policy) -> Result<Engine, RunError> {
@@ -158,14 +200,16 @@ fn new_engine(args: &ServeArgs, policy: &Policy) -> Result<Engine, RunError> {
     Ok(engine)
 }
 
+type StopSignal = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// Is ready when the process is asked to stop. A second time ends it at once.
-fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
+fn stop_signal() -> std::io::Result<StopSignal> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    Ok(async move {
+    Ok(Box::pin(async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
-    })
+    }))
 }

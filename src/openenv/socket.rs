@@ -1,0 +1,417 @@
+//! `/ws` and the WebSocket of `/mcp`: one session a socket, one reply a request, in order.
+//!
+//! While a step runs the socket is read on, so that a client that goes away is noticed: the step
+//! ends, and the slot is free at once. Frames that arrive meanwhile wait, within bounds. A peer that
+//! says nothing, not even to pings, for [`DEAD_AFTER`] is gone.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::Bytes;
+use axum::extract::ws::{CloseFrame, Message, WebSocket, close_code};
+use serde_json::{Map, Value, json};
+use tokio::time::{Interval, MissedTickBehavior, interval_at};
+
+use super::App;
+use super::gym::{Observation, StepError};
+use super::rpc;
+use super::sessions::Session;
+use super::validate::{self, Field, Invalid, Kind};
+use super::wire::{self, capacity_message};
+
+const PING_EVERY: Duration = Duration::from_secs(20);
+const DEAD_AFTER: Duration = Duration::from_secs(60);
+/// How long a peer may take to read what is sent to it.
+const SEND_WITHIN: Duration = Duration::from_secs(60);
+/// Frames that wait behind a step; with more, or more than one message's bytes, reading stops.
+const MAX_WAITING: usize = 16;
+
+const STEP: &[Field] = &[
+    Field::required("data", Kind::Object),
+    Field::optional("type", Kind::Exactly("step")),
+];
+const RESET: &[Field] = &[
+    Field::optional("data", Kind::Object),
+    Field::optional("type", Kind::Exactly("reset")),
+];
+const MCP: &[Field] = &[
+    Field::required("data", Kind::Object),
+    Field::optional("type", Kind::Exactly("mcp")),
+];
+const ONLY_TYPE: &[Field] = &[Field::optional("type", Kind::Text { max: None })];
+
+/// Which protocol a socket speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dialect {
+    /// Frames of `/ws`.
+    Frames,
+    /// JSON-RPC.
+    Rpc,
+}
+
+/// A socket and what arrived on it.
+struct Line {
+    socket: WebSocket,
+    waiting: VecDeque<Message>,
+    waiting_bytes: usize,
+    max_waiting_bytes: usize,
+    heard: Instant,
+    pings: Interval,
+}
+
+/// The peer is gone, or broke the protocol.
+struct Gone;
+
+/// Why the server ends a conversation.
+enum End {
+    /// The client asked for it, or sent what cannot be answered.
+    Asked,
+    /// The server stops.
+    Stopping,
+}
+
+/// What follows a reply.
+enum After {
+    GoOn,
+    Close,
+}
+
+impl Line {
+    fn new(socket: WebSocket, max_waiting_bytes: usize) -> Self {
+        let mut pings = interval_at(tokio::time::Instant::now() + PING_EVERY, PING_EVERY);
+        pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Self {
+            socket,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            max_waiting_bytes,
+            heard: Instant::now(),
+            pings,
+        }
+    }
+
+    async fn send(&mut self, message: Message) -> Result<(), Gone> {
+        match tokio::time::timeout(SEND_WITHIN, self.socket.send(message)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(Gone),
+        }
+    }
+
+    async fn send_text(&mut self, text: String) -> Result<(), Gone> {
+        self.send(Message::Text(text.into())).await
+    }
+
+    async fn close(&mut self, code: u16, reason: &'static str) {
+        let frame = CloseFrame {
+            code,
+            reason: reason.into(),
+        };
+        // It may be gone already.
+        let _ = self.send(Message::Close(Some(frame))).await;
+    }
+
+    /// Waits for something to happen on the socket, and puts a frame for us into `waiting`.
+    async fn listen(&mut self) -> Result<(), Gone> {
+        tokio::select! {
+            received = self.socket.recv() => {
+                self.heard = Instant::now();
+                match received {
+                    Some(Ok(Message::Ping(_) | Message::Pong(_))) => Ok(()),
+                    Some(Ok(Message::Close(_))) | None => Err(Gone),
+                    Some(Ok(message)) => {
+                        self.waiting_bytes += size(&message);
+                        self.waiting.push_back(message);
+                        Ok(())
+                    }
+                    Some(Err(error)) => {
+                        tracing::debug!(%error, "a socket broke");
+                        let is_large = error.to_string().contains("too long");
+                        if is_large {
+                            self.close(close_code::SIZE, "message too big").await;
+                        }
+                        Err(Gone)
+                    }
+                }
+            }
+            _ = self.pings.tick() => {
+                if self.heard.elapsed() > DEAD_AFTER {
+                    return Err(Gone);
+                }
+                self.send(Message::Ping(Bytes::new())).await
+            }
+        }
+    }
+
+    async fn next(&mut self) -> Result<Message, Gone> {
+        loop {
+            if let Some(message) = self.waiting.pop_front() {
+                self.waiting_bytes -= size(&message);
+                return Ok(message);
+            }
+            self.listen().await?;
+        }
+    }
+
+    /// Waits for `work`, or until the peer is gone.
+    async fn while_listening<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Gone> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            let has_room =
+                self.waiting.len() < MAX_WAITING && self.waiting_bytes <= self.max_waiting_bytes;
+            tokio::select! {
+                biased;
+                done = &mut work => return Ok(done),
+                heard = self.listen(), if has_room => heard?,
+            }
+        }
+    }
+}
+
+fn size(message: &Message) -> usize {
+    match message {
+        Message::Text(text) => text.len(),
+        Message::Binary(bytes) | Message::Ping(bytes) | Message::Pong(bytes) => bytes.len(),
+        Message::Close(_) => 0,
+    }
+}
+
+/// Serves one socket, to its end.
+pub(super) async fn serve(
+    app: Arc<App>,
+    socket: WebSocket,
+    dialect: Dialect,
+    attach_to: Option<String>,
+) {
+    let mut line = Line::new(socket, app.config.max_message_bytes);
+    let session = match attach_to {
+        Some(id) => app.sessions.attach(&id).map_err(|message| match dialect {
+            Dialect::Frames => wire::error(&message, "SESSION_ERROR"),
+            Dialect::Rpc => wire::python_json(&rpc::parse_error(message)),
+        }),
+        None => {
+            let session = Session::new(app.gym.open());
+            match app.sessions.open(&session) {
+                Ok(()) => Ok(session),
+                Err(capacity) => {
+                    app.metrics.count_refusal();
+                    let (active, max) = (capacity.active, capacity.max);
+                    Err(match dialect {
+                        Dialect::Frames => wire::frame(
+                            "error",
+                            &json!({
+                                "message": capacity_message(active, max),
+                                "code": "CAPACITY_REACHED",
+                                "active_sessions": active,
+                                "max_sessions": max,
+                            }),
+                        ),
+                        Dialect::Rpc => {
+                            wire::python_json(&rpc::at_capacity(&Value::Null, capacity))
+                        }
+                    })
+                }
+            }
+        }
+    };
+    let session = match session {
+        Ok(session) => session,
+        Err(text) => {
+            if line.send_text(text).await.is_ok() {
+                line.close(close_code::NORMAL, "").await;
+            }
+            return;
+        }
+    };
+    app.metrics.count_opened();
+    let slot = Slot {
+        app: &app,
+        id: &session.id,
+    };
+    tracing::debug!(session = %session.id, "a socket opened");
+    let ended = converse(&app, &mut line, dialect, &session).await;
+    drop(slot);
+    tracing::debug!(session = %session.id, "a socket closed");
+    drop(session);
+    match ended {
+        Ok(End::Asked) => line.close(close_code::NORMAL, "").await,
+        Ok(End::Stopping) => line.close(close_code::AWAY, "the server stops").await,
+        Err(Gone) => {}
+    }
+}
+
+/// Frees the session's slot, whatever ends the conversation.
+struct Slot<'a> {
+    app: &'a App,
+    id: &'a str,
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        self.app.sessions.detach(self.id);
+    }
+}
+
+/// Answers frames until the server has reason to close, or the peer is gone.
+async fn converse(
+    app: &Arc<App>,
+    line: &mut Line,
+    dialect: Dialect,
+    session: &Arc<Session>,
+) -> Result<End, Gone> {
+    loop {
+        let message = tokio::select! {
+            message = line.next() => message?,
+            () = app.stopping() => return Ok(End::Stopping),
+        };
+        let Message::Text(text) = message else {
+            // As OpenEnv's own server says it of a frame without text.
+            line.send_text(wire::error("'text'", "SESSION_ERROR"))
+                .await?;
+            return Ok(End::Asked);
+        };
+        let (reply, after) = match dialect {
+            Dialect::Frames => answer_frame(app, line, session, &text).await?,
+            Dialect::Rpc => {
+                let answer = match wire::read_json(&text) {
+                    Ok(body) => {
+                        let work = rpc::answer(app, &body, Some(session));
+                        line.while_listening(work).await?
+                    }
+                    Err(fault) => rpc::parse_error(format!("Parse error: {}", fault.describe())),
+                };
+                (Some(wire::python_json(&answer)), After::GoOn)
+            }
+        };
+        if let Some(reply) = reply {
+            line.send_text(reply).await?;
+        }
+        if let After::Close = after {
+            return Ok(End::Asked);
+        }
+    }
+}
+
+type Reply = (Option<String>, After);
+
+fn say(text: String) -> Reply {
+    (Some(text), After::GoOn)
+}
+
+fn invalid(faults: &[Invalid]) -> Reply {
+    let errors = validate::reports(faults, true);
+    say(wire::frame(
+        "error",
+        &json!({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}),
+    ))
+}
+
+async fn answer_frame(
+    app: &Arc<App>,
+    line: &mut Line,
+    session: &Arc<Session>,
+    text: &str,
+) -> Result<Reply, Gone> {
+    let message = match wire::read_json(text) {
+        Ok(Value::Object(message)) => message,
+        Ok(other) => {
+            let kind = match other {
+                Value::Array(_) => "list",
+                Value::String(_) => "str",
+                Value::Bool(_) => "bool",
+                Value::Null => "NoneType",
+                Value::Number(number) if number.is_f64() => "float",
+                Value::Number(_) | Value::Object(_) => "int",
+            };
+            let message = format!("'{kind}' object has no attribute 'get'");
+            return Ok((Some(wire::error(&message, "SESSION_ERROR")), After::Close));
+        }
+        Err(fault) => {
+            let message = format!("Invalid JSON: {}", fault.describe());
+            return Ok(say(wire::error(&message, "INVALID_JSON")));
+        }
+    };
+    let kind = message.get("type").cloned().unwrap_or_else(|| json!(""));
+    let fields = match kind.as_str() {
+        Some("step") => STEP,
+        Some("reset") => RESET,
+        Some("mcp") => MCP,
+        Some("state" | "close") => ONLY_TYPE,
+        _ => {
+            let shown = match &kind {
+                Value::String(kind) => kind.chars().take(200).collect(),
+                other => validate::python_repr(other),
+            };
+            let message = format!("Unknown message type: {shown}");
+            return Ok(say(wire::error(&message, "UNKNOWN_TYPE")));
+        }
+    };
+    let faults = validate::check(&message, fields, false);
+    if !faults.is_empty() {
+        return Ok(invalid(&faults));
+    }
+    let data = message.get("data").and_then(Value::as_object).cloned();
+    let data = data.unwrap_or_default();
+    match kind.as_str() {
+        Some("close") => Ok((None, After::Close)),
+        Some("state") => {
+            let state = session.idle_episode().map(|episode| episode.state());
+            let state = match state {
+                Some(state) => Ok(state),
+                None => {
+                    let work = app.on_episode(session, |episode, _| Ok(episode.state()));
+                    line.while_listening(work).await?
+                }
+            };
+            Ok(say(match state {
+                Ok(state) => wire::frame("state", &state),
+                Err(error) => step_error(app, &error),
+            }))
+        }
+        Some("mcp") => {
+            let body = Value::Object(data);
+            let answer = line
+                .while_listening(rpc::answer(app, &body, Some(session)))
+                .await?;
+            Ok(say(wire::frame("mcp", &answer)))
+        }
+        Some("reset") => {
+            let observed = line.while_listening(app.reset(session, data)).await?;
+            Ok(say(reply(app, observed)))
+        }
+        _ => step(app, line, session, data).await,
+    }
+}
+
+async fn step(
+    app: &Arc<App>,
+    line: &mut Line,
+    session: &Arc<Session>,
+    action: Map<String, Value>,
+) -> Result<Reply, Gone> {
+    let faults = app.gym.check(&action);
+    if !faults.is_empty() {
+        return Ok(invalid(&faults));
+    }
+    let observed = line
+        .while_listening(app.step(session, action, None))
+        .await?;
+    Ok(say(reply(app, observed)))
+}
+
+fn reply(app: &Arc<App>, observed: Result<Observation, StepError>) -> String {
+    match observed {
+        Ok(observation) => wire::observation(&observation),
+        Err(error) => step_error(app, &error),
+    }
+}
+
+fn step_error(app: &Arc<App>, error: &StepError) -> String {
+    if let StepError::StateLost { .. } | StepError::NoEpisode = error {
+        app.metrics.count_lost();
+    }
+    if error.is_fault() {
+        tracing::error!(error = %error.describe(), "a step failed");
+    }
+    wire::error(&error.describe(), "EXECUTION_ERROR")
+}

@@ -1,0 +1,521 @@
+//! A task set as an environment: its tools, and a grader that no code of a client can reach.
+//!
+//! The actions are OpenEnv's for tools: `{"type": "list_tools"}` and `{"type": "call_tool",
+//! "tool_name", "arguments"}`. `reset` takes `task_id`, or `index` (and `split`), or draws a task by
+//! `seed`; its observation has the instruction. A submission ends the episode with the reward.
+
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::gym::{Episode, Gym, Observation, StepError, Tasks, ToolText};
+use super::python::{Progress, natural};
+use super::validate::{self, Field, Invalid, Kind};
+use crate::chat::{ParsedTurn, ToolCall, ToolSpec};
+use crate::env::{EnvError, Environment, ToolEnvironment, ToolEnvironmentConfig};
+use crate::grader::{Grader, SubmissionKind};
+use crate::sandbox::{
+    Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Limits, Sandbox, SandboxError,
+    Session,
+};
+use crate::task::{Task, TaskSet};
+
+/// The one split of a task set.
+const SPLIT: &str = "train";
+
+const ACTION: &[Field] = &[
+    Field::optional("metadata", Kind::Object),
+    Field::optional("type", Kind::Text { max: None }),
+    Field::required("tool_name", Kind::Text { max: None }),
+    Field::optional("arguments", Kind::Object),
+];
+const LIST_ACTION: &[Field] = &[
+    Field::optional("metadata", Kind::Object),
+    Field::required("type", Kind::Exactly("list_tools")),
+];
+
+static SCHEMA: LazyLock<Value> = LazyLock::new(|| {
+    let metadata = json!({"type": "object", "additionalProperties": true});
+    let text = json!({"type": "string"});
+    let reward = json!({"type": ["number", "null"]});
+    json!({
+        "action": {
+            "type": "object",
+            "title": "CallToolAction",
+            "additionalProperties": false,
+            "properties": {
+                "metadata": metadata,
+                "type": {"const": "call_tool", "default": "call_tool"},
+                "tool_name": text,
+                "arguments": {"type": "object"},
+            },
+            "required": ["tool_name"],
+        },
+        "observation": {
+            "type": "object",
+            "title": "CallToolObservation",
+            "properties": {
+                "metadata": metadata,
+                "tool_name": text,
+                "result": {},
+                "error": {"type": ["object", "null"]},
+                "reward": reward,
+                "done": {"type": "boolean"},
+            },
+        },
+        "state": {
+            "type": "object",
+            "title": "TaskState",
+            "properties": {
+                "episode_id": {"type": ["string", "null"]},
+                "step_count": {"type": "integer", "minimum": 0},
+                "task_id": {"type": ["string", "null"]},
+            },
+        },
+        "reset_observation": {
+            "type": "object",
+            "title": "TaskObservation",
+            "properties": {"metadata": metadata, "instruction": text, "task_id": text},
+        },
+    })
+});
+
+/// Makes environments of a task set.
+#[derive(Clone)]
+pub(super) struct TaskGym {
+    parts: Arc<Parts>,
+}
+
+struct Parts {
+    name: String,
+    description: String,
+    tasks: Vec<Arc<Task>>,
+    sandbox: Arc<dyn Sandbox>,
+    grader: Arc<dyn Grader>,
+    config: Arc<ToolEnvironmentConfig>,
+}
+
+impl std::fmt::Debug for TaskGym {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TaskGym")
+            .field("name", &self.parts.name)
+            .field("tasks", &self.parts.tasks.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl TaskGym {
+    /// Makes the gym of a task set that has tasks.
+    pub(super) fn new(
+        name: String,
+        tasks: &TaskSet,
+        sandbox: Arc<dyn Sandbox>,
+        grader: Arc<dyn Grader>,
+        config: Arc<ToolEnvironmentConfig>,
+    ) -> Self {
+        let tasks: Vec<_> = tasks.tasks().iter().cloned().map(Arc::new).collect();
+        let parts = Parts {
+            description: format!("{} tasks with tools and a grader", tasks.len()),
+            name,
+            tasks,
+            sandbox,
+            grader,
+            config,
+        };
+        Self {
+            parts: Arc::new(parts),
+        }
+    }
+
+    fn specs(&self) -> Vec<ToolSpec> {
+        let kind = self
+            .parts
+            .tasks
+            .first()
+            .map_or(SubmissionKind::Code, |task| task.submission_kind());
+        ToolEnvironment::tool_specs(kind)
+    }
+}
+
+impl Gym for TaskGym {
+    fn name(&self) -> &str {
+        &self.parts.name
+    }
+
+    fn metadata(&self) -> (&str, &str) {
+        (&self.parts.name, &self.parts.description)
+    }
+
+    fn schema(&self) -> &Value {
+        &SCHEMA
+    }
+
+    fn check(&self, action: &Map<String, Value>) -> Vec<Invalid> {
+        let fields = match action.get("type").and_then(Value::as_str) {
+            Some("list_tools") => LIST_ACTION,
+            _ => ACTION,
+        };
+        validate::check(action, fields, false)
+    }
+
+    fn open(&self) -> Box<dyn Episode> {
+        Box::new(TaskEpisode {
+            gym: self.clone(),
+            begun: None,
+            progress: Progress::default(),
+            cancel: Arc::default(),
+        })
+    }
+
+    fn tools(&self) -> Option<Vec<Value>> {
+        let specs = self.specs().into_iter();
+        let tools = specs.map(|tool| {
+            json!({
+                "name": tool.name, "title": null, "description": tool.description,
+                "inputSchema": tool.parameters, "outputSchema": null, "icons": null,
+                "annotations": null, "meta": null, "execution": null,
+            })
+        });
+        Some(tools.collect())
+    }
+
+    fn tasks(&self) -> Option<&dyn Tasks> {
+        Some(self)
+    }
+}
+
+impl Tasks for TaskGym {
+    fn splits(&self) -> Vec<&str> {
+        vec![SPLIT]
+    }
+
+    fn count(&self, split: &str) -> Option<usize> {
+        (split == SPLIT).then_some(self.parts.tasks.len())
+    }
+
+    fn task(&self, split: &str, index: usize) -> Option<Value> {
+        if split != SPLIT {
+            return None;
+        }
+        let task = self.parts.tasks.get(index)?;
+        Some(json!({"id": task.id, "index": index, "instruction": task.instruction()}))
+    }
+}
+
+/// A sandbox whose programs end when the step does that runs them.
+#[derive(Debug)]
+struct Cancellable {
+    sandbox: Arc<dyn Sandbox>,
+    cancel: Arc<Mutex<Cancel>>,
+}
+
+impl Sandbox for Cancellable {
+    fn exec_cancellable(
+        &self,
+        request: &ExecRequest,
+        limits: &Limits,
+        _cancel: &Cancel,
+    ) -> Result<ExecOutcome, SandboxError> {
+        let cancel = self
+            .cancel
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        self.sandbox.exec_cancellable(request, limits, &cancel)
+    }
+
+    fn session(&self, limits: &Limits) -> Result<Session, SandboxError> {
+        self.sandbox.session(limits)
+    }
+
+    fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
+        self.sandbox.converse(dialogue)
+    }
+}
+
+struct TaskEpisode {
+    gym: TaskGym,
+    begun: Option<Begun>,
+    progress: Progress,
+    /// Of the step that runs.
+    cancel: Arc<Mutex<Cancel>>,
+}
+
+#[derive(Clone)]
+struct Begun {
+    task: Arc<Task>,
+    environment: ToolEnvironment,
+    is_over: bool,
+}
+
+impl From<EnvError> for StepError {
+    fn from(error: EnvError) -> Self {
+        match error {
+            EnvError::Sandbox { source, .. } => source.into(),
+            error => Self::Environment {
+                message: error.to_string(),
+            },
+        }
+    }
+}
+
+impl TaskEpisode {
+    /// Returns the task that a reset asks for.
+    fn choose(&self, arguments: &Map<String, Value>, seed: u64) -> Result<Arc<Task>, StepError> {
+        let tasks = &self.gym.parts.tasks;
+        let refused = |message| Err(StepError::Refused { message });
+        if let Some(split) = arguments.get("split")
+            && split != SPLIT
+        {
+            return refused(format!("there is no split {split}; there is `{SPLIT}`"));
+        }
+        if let Some(id) = arguments.get("task_id").filter(|id| !id.is_null()) {
+            return match tasks.iter().find(|task| *id == task.id) {
+                Some(task) => Ok(Arc::clone(task)),
+                None => refused(format!("there is no task {id}")),
+            };
+        }
+        let count = tasks.len() as u64;
+        let index = match natural(arguments, "index")? {
+            Some(index) => index,
+            // An odd factor spreads neighbouring seeds (Knuth, The Art of Computer Programming, 6.4).
+            None => (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % count.max(1),
+        };
+        match usize::try_from(index)
+            .ok()
+            .and_then(|index| tasks.get(index))
+        {
+            Some(task) => Ok(Arc::clone(task)),
+            None => refused(format!("task index {index} is not below {count}")),
+        }
+    }
+
+    /// Calls a tool that there is, with arguments that it takes.
+    fn use_tool(
+        &mut self,
+        tool: &str,
+        arguments: &Map<String, Value>,
+        cancel: &Cancel,
+    ) -> Result<(ToolText, bool), StepError> {
+        let begun = self.begun.as_mut().ok_or(StepError::NoEpisode)?;
+        if begun.is_over {
+            return Err(StepError::Refused {
+                message: "the episode is over: send `reset` to begin another".to_owned(),
+            });
+        }
+        *self.cancel.lock().unwrap_or_else(PoisonError::into_inner) = cancel.clone();
+        let call = ToolCall::new(tool, Value::Object(arguments.clone()));
+        let turn = ParsedTurn {
+            reasoning: None,
+            content: String::new(),
+            tool_calls: vec![Ok(call)],
+        };
+        let result = begun.environment.step(&turn)?;
+        if cancel.is_cancelled() {
+            return Err(StepError::Cancelled);
+        }
+        self.progress.step_count += 1;
+        begun.is_over = result.done;
+        if let Some(fault) = result.fault {
+            return Err(StepError::Environment { message: fault });
+        }
+        let mut text = String::new();
+        for message in &result.observation {
+            text.push_str(&message.content);
+        }
+        if let Some(status) = result.status {
+            let status = json!(status);
+            text.push_str(status.as_str().unwrap_or_default());
+        }
+        let end = result.done.then_some(result.reward);
+        Ok((ToolText { text, end }, result.done))
+    }
+
+    /// Returns what is wrong with a call: `error_type` and `message`.
+    fn refusal(&self, tool: &str, arguments: &Map<String, Value>) -> Option<(&str, String)> {
+        let specs = self.gym.specs();
+        let Some(spec) = specs.iter().find(|spec| spec.name == tool) else {
+            return Some(("tool_not_found", format!("Unknown tool: '{tool}'")));
+        };
+        let required = spec.parameters.as_ref()?.get("required")?.as_array()?;
+        let is_text = |name: &str| arguments.get(name).is_some_and(Value::is_string);
+        let missing = required
+            .iter()
+            .filter_map(Value::as_str)
+            .find(|name| !is_text(name))?;
+        Some((
+            "invalid_args",
+            format!("`{tool}` needs the argument `{missing}`, a string"),
+        ))
+    }
+}
+
+/// Returns a tool's result as MCP clients of OpenEnv read it.
+pub(super) fn tool_result(result: &ToolText) -> Value {
+    let meta = result
+        .end
+        .map(|reward| json!({"wardian": {"done": true, "reward": reward}}));
+    json!({
+        "content": [{"type": "text", "text": result.text, "annotations": null, "meta": null}],
+        "structured_content": {"result": result.text},
+        "meta": meta,
+        "data": result.text,
+        "is_error": false,
+    })
+}
+
+impl Episode for TaskEpisode {
+    fn reset(
+        &mut self,
+        arguments: &Map<String, Value>,
+        _cancel: &Cancel,
+    ) -> Result<Observation, StepError> {
+        let seed = natural(arguments, "seed")?.unwrap_or(0);
+        let task = self.choose(arguments, seed)?;
+        let parts = &self.gym.parts;
+        // Of its own, so that a copy's steps do not end with another's.
+        self.cancel = Arc::default();
+        let sandbox = Cancellable {
+            sandbox: Arc::clone(&parts.sandbox),
+            cancel: Arc::clone(&self.cancel),
+        };
+        let mut environment = ToolEnvironment::new(
+            Arc::clone(&task),
+            Arc::new(sandbox),
+            Arc::clone(&parts.grader),
+            Arc::clone(&parts.config),
+            seed,
+        );
+        let messages = environment.reset();
+        let instruction: Vec<_> = messages
+            .iter()
+            .map(|message| message.content.as_str())
+            .collect();
+        let mut fields = Map::new();
+        fields.insert("instruction".to_owned(), json!(instruction.join("\n\n")));
+        fields.insert("task_id".to_owned(), json!(task.id));
+        self.progress = Progress::begin(arguments);
+        self.begun = Some(Begun {
+            task,
+            environment,
+            is_over: false,
+        });
+        Ok(Observation {
+            fields,
+            ..Observation::default()
+        })
+    }
+
+    fn step(
+        &mut self,
+        action: &Map<String, Value>,
+        _limit: Option<Duration>,
+        cancel: &Cancel,
+    ) -> Result<Observation, StepError> {
+        let mut fields = Map::new();
+        if action.get("type").and_then(Value::as_str) == Some("list_tools") {
+            let specs = self.gym.specs().into_iter();
+            let tools: Vec<_> = specs
+                .map(|tool| {
+                    json!({
+                        "name": tool.name, "description": tool.description,
+                        "input_schema": tool.parameters,
+                    })
+                })
+                .collect();
+            fields.insert("tools".to_owned(), json!(tools));
+            return Ok(Observation {
+                fields,
+                ..Observation::default()
+            });
+        }
+        let tool = action
+            .get("tool_name")
+            .and_then(Value::as_str)
+            .unwrap_or_default();
+        let empty = Map::new();
+        let arguments = action
+            .get("arguments")
+            .and_then(Value::as_object)
+            .unwrap_or(&empty);
+        fields.insert("tool_name".to_owned(), json!(tool));
+        if let Some((kind, message)) = self.refusal(tool, arguments) {
+            fields.insert("result".to_owned(), Value::Null);
+            fields.insert(
+                "error".to_owned(),
+                json!({"error_type": kind, "message": message}),
+            );
+            return Ok(Observation {
+                fields,
+                ..Observation::default()
+            });
+        }
+        let before = self.fuel();
+        let (result, done) = self.use_tool(tool, arguments, cancel)?;
+        fields.insert("result".to_owned(), tool_result(&result));
+        fields.insert("error".to_owned(), Value::Null);
+        Ok(Observation {
+            fields,
+            reward: result.end.flatten(),
+            done,
+            fuel: self.fuel() - before,
+            ..Observation::default()
+        })
+    }
+
+    fn state(&self) -> Value {
+        json!({
+            "episode_id": self.progress.episode_id,
+            "step_count": self.progress.step_count,
+            "task_id": self.begun.as_ref().map(|begun| &begun.task.id),
+        })
+    }
+
+    fn call(
+        &mut self,
+        tool: &str,
+        arguments: &Map<String, Value>,
+        cancel: &Cancel,
+    ) -> Result<ToolText, StepError> {
+        if let Some((_, message)) = self.refusal(tool, arguments) {
+            return Err(StepError::Refused { message });
+        }
+        self.use_tool(tool, arguments, cancel)
+            .map(|(result, _)| result)
+    }
+
+    fn fork(&mut self, count: usize) -> Result<Vec<Box<dyn Episode>>, StepError> {
+        let parts = &self.gym.parts;
+        let copies = (0..count).map(|_| {
+            let cancel = Arc::<Mutex<Cancel>>::default();
+            let begun = self.begun.clone().map(|mut begun| {
+                begun.environment.set_sandbox(Arc::new(Cancellable {
+                    sandbox: Arc::clone(&parts.sandbox),
+                    cancel: Arc::clone(&cancel),
+                }));
+                begun
+            });
+            Box::new(Self {
+                gym: self.gym.clone(),
+                begun,
+                progress: self.progress.clone(),
+                cancel,
+            }) as Box<dyn Episode>
+        });
+        Ok(copies.collect())
+    }
+
+    /// Programs have an interpreter only while they run.
+    fn park(&mut self) -> Result<bool, StepError> {
+        Ok(false)
+    }
+}
+
+impl TaskEpisode {
+    fn fuel(&self) -> u64 {
+        self.begun
+            .as_ref()
+            .map_or(0, |begun| begun.environment.stats().fuel)
+    }
+}
