@@ -27,10 +27,6 @@ use crate::trainer::{
 };
 use crate::trajectory::{Status, StepWriter, Trajectory};
 
-/// Parameters above which layers are run again in the backward pass instead of kept: small models
-/// fit without, and save a third of the arithmetic.
-const RECOMPUTE_ABOVE: usize = 20_000_000;
-
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Serialize)]
 struct MetricsRow {
@@ -374,7 +370,7 @@ fn begin<'a>(
         RunFolder::create(out, &run_toml, &config.log)?
     };
     let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
-    let trainer = GrpoTrainer::new(grpo_config(config, policy), schedule(config), optimizer);
+    let trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer);
     let run = Run {
         config,
         policy,
@@ -453,9 +449,4 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
         ..EngineConfig::default()
     };
     Ok(Engine::new(Arc::clone(&policy.decoder), engine)?)
-}
-
-/// Returns whether layers are run again in the backward pass instead of kept.
-pub(super) fn recomputes(policy: &Policy) -> bool {
-    policy.decoder.parameter_count() > RECOMPUTE_ABOVE
 }

@@ -23,6 +23,11 @@ const MIN_CHUNK_ROWS: usize = 256;
 /// Tokens of the vocabulary whose logits' gradients are packed at a time.
 const PACKED_TOKENS: usize = 4096;
 
+/// Returns how many rows go through the output head at a time.
+pub(super) fn head_chunk_rows(vocab_size: usize) -> usize {
+    (CHUNK_LOGITS / vocab_size).max(MIN_CHUNK_ROWS)
+}
+
 /// Tokens to score, and where: `tokens[i]` is predicted by token `positions[i]` of the packed batch.
 ///
 /// Token `t` of a sequence is predicted by token `t - 1`: the first token of a completion by the last
@@ -201,7 +206,7 @@ impl Pass<'_> {
     }
 
     fn chunk_rows(&self) -> usize {
-        (CHUNK_LOGITS / self.decoder.config().vocab_size).max(MIN_CHUNK_ROWS)
+        head_chunk_rows(self.decoder.config().vocab_size)
     }
 
     fn fused<T: GradientReal>(

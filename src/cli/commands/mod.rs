@@ -7,6 +7,7 @@ pub(super) mod export;
 pub(super) mod grade;
 mod grading;
 pub(super) mod report;
+pub(super) mod plan;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 pub(super) mod serve;
