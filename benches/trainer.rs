@@ -1,16 +1,27 @@
-//! Training and decoding of the tiny model on the CPU.
+//! Training and decoding of the tiny model on the CPU, and LoRA steps of SmolLM2.
 //!
-//! The model is a Qwen3 of 1.6 million weights; a step is 256 sequences of 110 tokens.
+//!     cargo bench --bench trainer                 criterion's report
+//!     cargo bench --bench trainer -- measure      answers requests; see scripts/compare/trainer.py
+//!
+//! The tiny model is a Qwen3 of 1.6 million weights; a step is 256 sequences of 110 tokens. What is
+//! measured for the comparison has the weights of the GGUF file that `WARDIAN_SMOLLM2_GGUF` names.
 #![allow(missing_docs, reason = "criterion's macros")]
+#![allow(clippy::print_stdout, reason = "what it is for")]
+
+use std::io::BufRead as _;
+use std::time::Instant;
 
 use candle_core::{DType, Device};
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{Criterion, Throughput};
+use serde_json::{Value, json};
+use wardian::engine::LoadedModel;
 use wardian::engine::model::{
     Decoder, LoraConfig, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable,
     random_weights,
 };
 use wardian::trainer::{
-    AdamW, AdamWConfig, LossConfig, PassConfig, TrainSequence, accumulate_policy_gradient, pack,
+    AdamW, AdamWConfig, LossConfig, MicroBatch, PassConfig, TrainSequence, accumulate_nll_gradient,
+    accumulate_policy_gradient, pack,
 };
 
 const SEQUENCES: usize = 256;
@@ -159,5 +170,128 @@ fn decoding(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, training, decoding);
-criterion_main!(benches);
+/// A LoRA step of the comparison.
+struct Step {
+    decoder: Decoder,
+    optimizer: AdamW,
+    sequences: Vec<TrainSequence>,
+    budget: usize,
+    recompute: bool,
+}
+
+impl Step {
+    /// Takes sequences of the same tokens as the comparison's other program, the first of `prompt`
+    /// tokens of each not in the loss.
+    fn new(request: &Value) -> Self {
+        let number = |key: &str| {
+            let value = request[key].as_u64().unwrap_or(0);
+            usize::try_from(value).expect("requests are small")
+        };
+        let path = std::env::var("WARDIAN_SMOLLM2_GGUF").expect("the weights are named");
+        let model = LoadedModel::open(&path, DType::F32, &Device::Cpu)
+            .unwrap_or_else(|error| panic!("{path}: {error}"));
+        let config = LoraConfig {
+            rank: number("rank"),
+            alpha: 2.0 * number("rank") as f64,
+            ..LoraConfig::default()
+        };
+        let trainable = Trainable::Lora(config);
+        let decoder = Decoder::new(model.config, model.weights, &Device::Cpu, &trainable, 1)
+            .expect("the weights fit");
+        let optimizer =
+            AdamW::new(&decoder, AdamWConfig::default()).expect("the settings are valid");
+        let (length, prompt) = (number("length"), number("prompt"));
+        let token = |index, t| u32::try_from((index * 7919 + t * 104_729) % 49_152).unwrap_or(0);
+        let sequences = (0..number("sequences"))
+            .map(|index| TrainSequence {
+                tokens: (0..length).map(|t| token(index, t)).collect(),
+                loss_mask: (0..length).map(|t| t >= prompt).collect(),
+                logprobs: vec![-10.0; length],
+                reference: None,
+                advantage: if index % 2 == 0 { 1.0 } else { -1.0 },
+            })
+            .collect();
+        Self {
+            decoder,
+            optimizer,
+            sequences,
+            budget: number("micro_batch_tokens"),
+            recompute: request["recompute"].as_bool().unwrap_or(false),
+        }
+    }
+
+    /// Runs forward, backward and update once.
+    fn run(&mut self) -> Value {
+        let start = Instant::now();
+        let config = LossConfig::default();
+        let totals = config.totals(self.sequences.iter().map(TrainSequence::trainable_tokens));
+        let micro = pack(&self.sequences, self.budget, &config, totals).expect("the masks fit");
+        let pass = PassConfig {
+            recompute: self.recompute,
+            ..PassConfig::default()
+        };
+        let mut gradients = self.decoder.zero_gradients();
+        for micro in &micro {
+            // What was sampled is what is computed, as in a step's first pass.
+            accumulate_nll_gradient(&self.decoder, &signed(micro), pass, &mut gradients)
+                .expect("the batch fits the model");
+        }
+        let update = self
+            .optimizer
+            .step(&self.decoder, &gradients, 1e-4)
+            .expect("the gradient is finite");
+        json!({
+            "seconds": start.elapsed().as_secs_f64(),
+            "grad_norm": update.grad_norm,
+            "peak_bytes": peak_bytes(),
+        })
+    }
+}
+
+/// Returns the micro-batch with each target weighed by its advantage: on-policy, the gradient of a
+/// policy's loss is that of the weighed likelihood.
+fn signed(micro: &MicroBatch) -> MicroBatch {
+    let mut micro = micro.clone();
+    for (weight, advantage) in micro.weights.iter_mut().zip(&micro.advantages) {
+        *weight *= advantage;
+    }
+    micro
+}
+
+/// Returns the most memory that the process has had, if the system says so.
+fn peak_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+/// Answers requests, one JSON object a line: `{"what": "step", "sequences": 8, "length": 256, "prompt":
+/// 64, "rank": 16, "micro_batch_tokens": 512}` with `{"seconds": .., "grad_norm": .., "peak_bytes":
+/// ..}`. The first request for a step loads the model, and those after it go on with it.
+fn measure() {
+    let mut step = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.expect("requests are text");
+        let request: Value = serde_json::from_str(&line).expect("a request is JSON");
+        let answer = match request["what"].as_str() {
+            Some("describe") => json!({
+                "version": format!("wardian {}", env!("CARGO_PKG_VERSION")),
+                "settings": ["f32"],
+            }),
+            Some("step") => step.get_or_insert_with(|| Step::new(&request)).run(),
+            _ => json!({ "failed": format!("unknown request {line}") }),
+        };
+        println!("{answer}");
+    }
+}
+
+fn main() {
+    if std::env::args().any(|argument| argument == "measure") {
+        return measure();
+    }
+    let mut criterion = Criterion::default().configure_from_args();
+    training(&mut criterion);
+    decoding(&mut criterion);
+    criterion.final_summary();
+}

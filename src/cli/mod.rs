@@ -74,6 +74,8 @@ enum Command {
     Report(commands::report::ReportArgs),
     /// Write a model as a Hugging Face folder, with its adapter merged
     Export(commands::export::ExportArgs),
+    /// Show where the memory of a run would go, without loading anything
+    Plan(commands::plan::PlanArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
     /// Serve a model with the OpenAI API, or an environment over OpenEnv's protocol
@@ -111,6 +113,7 @@ pub fn main() -> ExitCode {
         Command::Eval(args) => commands::eval::run(&args, &printer),
         Command::Report(args) => commands::report::run(&args, &printer),
         Command::Export(args) => commands::export::run(&args, &printer),
+        Command::Plan(args) => commands::plan::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),

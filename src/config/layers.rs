@@ -252,6 +252,7 @@ fn every_key() -> RunConfig {
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
     config.log.http = Some(String::new());
+    config.trainer.memory_budget = Some(bytesize::ByteSize(0));
     config.task.split = Some(crate::task::Split::Train);
     config.task.eval_path = Some(String::new());
     config.task.eval_split = Some(crate::task::Split::Test);

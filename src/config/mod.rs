@@ -492,6 +492,14 @@ pub struct TrainerConfig {
     /// Tokens of one forward and backward pass, which bounds memory and changes nothing else;
     /// 16384 unless given.
     pub micro_batch_tokens: usize,
+    /// Memory that the run is to stay below, by the calculation that `wardian plan` prints: says the
+    /// tokens of a forward and backward pass, `micro_batch_tokens` at the most, and whether layers are
+    /// run again in it; no budget unless given.
+    #[serde(
+        with = "units::optional_byte_size",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub memory_budget: Option<ByteSize>,
     /// The rank of the LoRA matrices; 16 unless given.
     pub lora_rank: usize,
     /// LoRA's scale: the update is multiplied by `lora_alpha / lora_rank`; 32 unless given.
@@ -558,6 +566,7 @@ impl Default for TrainerConfig {
             num_iterations: 1,
             mask_truncated: false,
             micro_batch_tokens: 16_384,
+            memory_budget: None,
             lora_rank: 16,
             lora_alpha: 32.0,
             lora_targets: LORA_TARGETS.map(str::to_owned).to_vec(),

@@ -36,6 +36,29 @@ pub(super) mod byte_size {
     }
 }
 
+/// As [`byte_size`], for a size that need not be given.
+pub(super) mod optional_byte_size {
+    use bytesize::ByteSize;
+    use serde::{Deserializer, Serializer};
+
+    #[expect(clippy::ref_option, reason = "how serde calls it")]
+    pub(crate) fn serialize<S: Serializer>(
+        size: &Option<ByteSize>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        match size {
+            Some(size) => super::byte_size::serialize(size, to),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<ByteSize>, D::Error> {
+        super::byte_size::deserialize(from).map(Some)
+    }
+}
+
 /// Durations in jiff's friendly form; a number alone is refused, since its unit is anyone's guess.
 pub(super) mod duration {
     use std::time::Duration;

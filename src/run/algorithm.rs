@@ -1,7 +1,8 @@
 //! From a run file's keys to the trainer's settings.
 
+use super::RunError;
+use super::memory::micro_batches;
 use super::policy::Policy;
-use super::train::recomputes;
 use crate::config::{self, LossType, RunConfig, TrainerConfig};
 use crate::grader::RewardTerms;
 use crate::trainer::{
@@ -10,10 +11,11 @@ use crate::trainer::{
     RewardScale, SamplerCorrection, ScheduleKind, Surrogate, TokenLevel, ValueConfig, ValueHead,
 };
 
-pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
+pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> Result<GrpoConfig, RunError> {
     let trainer = &config.trainer;
     let loss = loss_config(config);
-    GrpoConfig {
+    let micro = micro_batches(config, policy)?;
+    Ok(GrpoConfig {
         advantage: advantage_config(trainer),
         decoupled: match trainer.reward_aggregation {
             config::RewardAggregation::Sum => None,
@@ -34,9 +36,9 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
         loss,
         pass: PassConfig {
             temperature: config.rollout.temperature,
-            recompute: recomputes(policy),
+            recompute: micro.recompute,
         },
-        micro_batch_tokens: trainer.micro_batch_tokens,
+        micro_batch_tokens: micro.micro_batch_tokens,
         iterations: trainer.num_iterations,
         // Where it is only to be told of, it must not keep the update away.
         max_kl_sample_train: match config.watch.drift {
@@ -44,7 +46,7 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> GrpoConfig {
             _ => trainer.max_kl_sample_train,
         },
         mask_truncated: trainer.mask_truncated,
-    }
+    })
 }
 
 fn token_level(trainer: &TrainerConfig) -> Option<TokenLevel> {

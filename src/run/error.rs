@@ -32,6 +32,17 @@ pub enum RunError {
         /// The key.
         key: &'static str,
     },
+    /// A run does not fit the memory that it is given.
+    #[error(
+        "`trainer.memory_budget` is {budget}, the least that this run needs is {needed}; lower \
+         `rollout.max_total_tokens` or `rollout.max_cache_tokens`, or raise it"
+    )]
+    MemoryBudget {
+        /// What it is given.
+        budget: bytesize::ByteSize,
+        /// What it needs by calculation.
+        needed: bytesize::ByteSize,
+    },
     /// One task cannot be learned from and measured on.
     #[error(
         "`{path}` has only one task, which leaves none to measure on; give more, or set \
@@ -203,6 +214,7 @@ impl RunError {
             | Self::Task(_)
             | Self::Hub(_)
             | Self::NoTasks { .. }
+            | Self::MemoryBudget { .. }
             | Self::OneTask { .. }
             | Self::NotHeldOut { .. }
             | Self::Chat(_)

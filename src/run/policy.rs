@@ -11,9 +11,7 @@ use fs_err as fs;
 use super::RunError;
 use crate::chat::ChatTemplate;
 use crate::config::{self, RunConfig};
-use crate::engine::model::{
-    Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat,
-};
+use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat};
 use crate::engine::{LoadedModel, Tokenizer};
 
 /// A model, its tokenizer and its chat template.

@@ -5,7 +5,8 @@ use std::sync::atomic::AtomicBool;
 
 use super::algorithm::optimizer_config;
 use super::evaluate::evaluate;
-use super::train::{new_engine, recomputes};
+use super::memory::micro_batches;
+use super::train::new_engine;
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;
@@ -108,12 +109,13 @@ pub fn sft(
         weight_decay: options.weight_decay,
         ..optimizer_config(config)
     };
+    let micro = micro_batches(config, policy)?;
     let mut trainer = SftTrainer::new(
         &traces,
         SftConfig {
             batch_size: options.batch_size,
-            micro_batch_tokens: config.trainer.micro_batch_tokens,
-            recompute: recomputes(policy),
+            micro_batch_tokens: micro.micro_batch_tokens,
+            recompute: micro.recompute,
             seed: config.seed,
         },
         LrSchedule {

@@ -28,10 +28,6 @@ use crate::trainer::{
 };
 use crate::trajectory::{Status, StepWriter};
 
-/// Parameters above which layers are run again in the backward pass instead of kept: small models
-/// fit without, and save a third of the arithmetic.
-const RECOMPUTE_ABOVE: usize = 20_000_000;
-
 /// Where a run is written, and whether it goes on.
 #[derive(Debug)]
 pub struct TrainOptions<'a> {
@@ -348,7 +344,7 @@ fn begin<'a>(
     } else {
         RunFolder::create(out, &run_toml, &config.log)?
     };
-    let trainer = GrpoTrainer::new(grpo_config(config, policy), schedule(config), optimizer);
+    let trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer);
     Ok(Run {
         config,
         policy,
@@ -458,9 +454,4 @@ pub fn new_engine(config: &RunConfig, policy: &Policy) -> Result<Engine, RunErro
         ..EngineConfig::default()
     };
     Ok(Engine::new(Arc::clone(&policy.decoder), engine)?)
-}
-
-/// Returns whether layers are run again in the backward pass instead of kept.
-pub(super) fn recomputes(policy: &Policy) -> bool {
-    policy.decoder.parameter_count() > RECOMPUTE_ABOVE
 }

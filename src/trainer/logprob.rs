@@ -9,7 +9,8 @@ use candle_core::{D, DType, Tensor};
 
 use super::TrainerError;
 use crate::engine::model::ops::{
-    self, Matrix, Real, RowStatistics, Values, Write, log_softmax_gradient, row_statistics,
+    self, Matrix, PackedRows, Real, RowStatistics, Term, Values, Write, log_softmax_gradient,
+    row_statistics,
 };
 use crate::engine::model::{Decoder, GradientReal, Gradients};
 
@@ -18,6 +19,14 @@ const CHUNK_LOGITS: usize = 1 << 20;
 
 /// Fewest rows of a chunk: the head's weights are read once for each.
 const MIN_CHUNK_ROWS: usize = 256;
+
+/// Tokens of the vocabulary whose logits' gradients are packed at a time.
+const PACKED_TOKENS: usize = 4096;
+
+/// Returns how many rows go through the output head at a time.
+pub(super) fn head_chunk_rows(vocab_size: usize) -> usize {
+    (CHUNK_LOGITS / vocab_size).max(MIN_CHUNK_ROWS)
+}
 
 /// Tokens to score, and where: `tokens[i]` is predicted by token `positions[i]` of the packed batch.
 ///
@@ -197,7 +206,7 @@ impl Pass<'_> {
     }
 
     fn chunk_rows(&self) -> usize {
-        (CHUNK_LOGITS / self.decoder.config().vocab_size).max(MIN_CHUNK_ROWS)
+        head_chunk_rows(self.decoder.config().vocab_size)
     }
 
     fn fused<T: GradientReal>(
@@ -209,10 +218,6 @@ impl Pass<'_> {
         let (vocab, width) = (config.vocab_size, config.hidden_size);
         let head = self.decoder.head();
         let weight = head.panels::<T>()?;
-        let weight_rows = match self.gradients {
-            Some(_) => Some(head.rows::<T>()?),
-            None => None,
-        };
         let shape = hidden.shape().clone();
         let hidden = hidden.contiguous()?;
         let hidden = Values::<T>::of(&hidden)?;
@@ -239,9 +244,7 @@ impl Pass<'_> {
             ops::linear(T::ONE, &chosen, rows, &weight, Write::Replace, logits);
             let statistics = row_statistics(logits, tokens, inverse);
             scores.extend(&statistics);
-            let (Some(gradients), Some(dhidden), Some(weight)) =
-                (&mut self.gradients, &mut dhidden, &weight_rows)
-            else {
+            let (Some(gradients), Some(dhidden)) = (&mut self.gradients, &mut dhidden) else {
                 continue;
             };
             let coefficients: Vec<T> = (statistics.iter().enumerate())
@@ -252,21 +255,28 @@ impl Pass<'_> {
                 .collect();
             let entropy = T::from_f64(loss.entropy);
             log_softmax_gradient(logits, tokens, &statistics, &coefficients, entropy, inverse);
-            let dlogits = Matrix::new(logits, rows, vocab);
             if let Some(slot) = head.slot() {
+                let dlogits = Matrix::new(logits, rows, vocab);
                 let chosen = Matrix::new(&chosen, rows, width);
                 let sums = T::sums(gradients, slot);
                 ops::matmul(T::ONE, dlogits.t(), chosen, Write::Add, sums, width, true);
             }
-            ops::matmul(
-                T::ONE,
-                dlogits,
-                Matrix::new(weight, vocab, width),
-                Write::Replace,
-                &mut chosen,
-                width,
-                true,
-            );
+            for first in (0..vocab).step_by(PACKED_TOKENS) {
+                let outputs = first..vocab.min(first + PACKED_TOKENS);
+                let dy = PackedRows::new(logits, rows, outputs.clone(), vocab);
+                let term = Term {
+                    alpha: T::ONE,
+                    dy: &dy,
+                    weight: &weight,
+                    outputs,
+                };
+                let write = if first == 0 {
+                    Write::Replace
+                } else {
+                    Write::Add
+                };
+                ops::linears_backward(&[term], write, &mut chosen);
+            }
             for (&position, row) in positions.iter().zip(chosen.chunks_exact(width)) {
                 let dhidden = &mut dhidden[position * width..(position + 1) * width];
                 for (sum, &value) in dhidden.iter_mut().zip(row) {

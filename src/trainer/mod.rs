@@ -2,6 +2,7 @@
 
 mod advantage;
 mod batch;
+mod budget;
 mod checkpoint;
 mod credit;
 mod error;
@@ -23,6 +24,10 @@ pub use advantage::{
     decoupled_advantages, group_advantages,
 };
 pub use batch::{MicroBatch, TrainSequence, pack};
+pub use budget::{
+    MemoryPlan, MicroBatches, Place, PlanRequest, choose, largest_micro_batch, parameter_count,
+    plan,
+};
 pub use checkpoint::{
     TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,
     remove_partial_checkpoints, save_checkpoint,

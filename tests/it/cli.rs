@@ -59,10 +59,56 @@ fn help_names_every_command() {
     let output = wardian(&["--help"]);
     assert_eq!(output.status.code(), Some(0));
     for command in [
-        "train", "sft", "eval", "chat", "serve", "exec", "grade", "task", "runtime",
+        "train", "sft", "eval", "plan", "chat", "serve", "exec", "grade", "task", "runtime",
     ] {
         assert!(text(&output.stdout).contains(command));
     }
+}
+
+#[test]
+fn plan_needs_a_configuration_and_no_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("config.json");
+    let config = serde_json::json!({
+        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
+        "num_key_value_heads": 8, "vocab_size": 151_936, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 40_960, "tie_word_embeddings": true,
+    });
+    std::fs::write(&file, config.to_string()).expect("it is written");
+    let plan = |model: &Path, more: &[&str]| {
+        let model = model.to_str().expect("a path in UTF-8");
+        let output = wardian(&[&["plan", "--model", model][..], more].concat());
+        (
+            output.status.code(),
+            text(&output.stdout).to_owned(),
+            text(&output.stderr).to_owned(),
+        )
+    };
+    // A folder is as good as its file.
+    for model in [folder.path(), &file] {
+        let (code, table, errors) = plan(model, &["--on", "gpu"]);
+        assert_eq!(code, Some(0), "{errors}");
+        assert!(
+            table.contains("weights                        3.205 GiB"),
+            "{table}"
+        );
+    }
+    let (code, json, _) = plan(&file, &["--memory", "24GiB", "--format", "json"]);
+    let value: Value = serde_json::from_str(&json).expect("one JSON value");
+    assert_eq!(code, Some(0));
+    assert!(
+        value["peak_bytes"]
+            .as_u64()
+            .is_some_and(|bytes| bytes <= 24 << 30),
+        "{value}"
+    );
+    let (code, _, errors) = plan(&file, &["--memory", "1GiB"]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("the least that this run needs"), "{errors}");
+    let (code, _, errors) = plan(&folder.path().join("weights"), &[]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("no `config.json`"), "{errors}");
 }
 
 #[test]

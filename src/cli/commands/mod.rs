@@ -6,6 +6,7 @@ pub(super) mod exec;
 pub(super) mod export;
 pub(super) mod grade;
 mod grading;
+pub(super) mod plan;
 pub(super) mod report;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;

@@ -1,8 +1,9 @@
 //! The decoder in plain tensor operations, for devices without kernels of our own.
 //!
-//! Differentiated by candle, one layer at a time: the forward pass keeps each layer's input, and the
-//! backward pass runs the layer again on a variable holding it. So memory is one layer's graph, as
-//! with recomputation on the CPU.
+//! Differentiated by candle, piece by piece: the forward pass keeps each layer's input, and the backward
+//! pass runs the layer again, in three pieces on variables of their own: what is before attention, some
+//! heads of attention at a time, what is behind it. So memory is one piece's graph, and a long
+//! sequence's scores are never held for all heads.
 //!
 //! Candle's fused operations (`rms_norm`, `rope`, `softmax_last_dim`) have no backward pass and detach
 //! in silence; none of them is used here. Frozen weights enter through [`FrozenLinear`], since candle's
@@ -22,8 +23,9 @@ use super::linear::{Linear, Lora, Parameter};
 use super::{Adapters, ModelError, PackedBatch};
 use crate::engine::kv_cache::{KvCache, RowId, TensorRow};
 
-/// Scores of one group of segments held at a time, in elements: 256 MB of `f32`.
-const MAX_SCORES: usize = 1 << 26;
+/// Scores of one group of segments and some of its heads held at a time, in elements: 256 MB of `f32`.
+/// A single head's may be more.
+pub(crate) const MAX_SCORES: usize = 1 << 26;
 
 /// `y = x W^T` where `W` is no node of the graph.
 struct FrozenLinear {
@@ -258,21 +260,137 @@ impl<'a> Pass<'a> {
         middle + self.linear(&layer.down_proj, &product)?
     }
 
-    fn layer(&self, layer: &Layer, x: &Tensor) -> candle_core::Result<Tensor> {
+    /// Returns queries, keys and values of a layer's input.
+    fn before_attention(&self, layer: &Layer, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
         let normed = self.norm(x, &layer.input_norm)?;
         let (q, k, v) = self.project(layer, &normed)?;
-        let mut parts = Vec::with_capacity(self.layout.len());
-        for group in &self.layout {
-            parts.push(self.attend(group, &q, &k, &v)?);
-        }
-        let attended = match parts.as_slice() {
-            [part] => part.clone(),
-            parts => Tensor::cat(parts, 0)?,
-        };
-        self.finish(layer, x, &attended)
+        Ok([q, k, v])
     }
 
-    /// Attends within one group of segments; returns `[tokens, heads * head_dim]`.
+    /// Returns the output of a layer, without a graph.
+    fn layer(&self, layer: &Layer, x: &Tensor) -> candle_core::Result<Tensor> {
+        let qkv = self.before_attention(layer, x)?.map(|x| x.detach());
+        let attended = self.attention(&qkv)?;
+        Ok(self.finish(layer, x, &attended)?.detach())
+    }
+
+    /// Adds the gradients of a layer's variables, and returns that of its input `x`.
+    fn layer_backward(
+        &self,
+        layer: &Layer,
+        x: &Tensor,
+        dy: &Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<Tensor, ModelError> {
+        let qkv = self.before_attention(layer, x)?.map(|x| x.detach());
+        let attended = self.attention(&qkv)?;
+        let parameters = layer.parameters_after_attention();
+        let [dattended, dmiddle] = chain(
+            [&attended, x],
+            [dy],
+            &parameters,
+            gradients,
+            |[attended, x]| Ok([self.finish(layer, x, attended)?]),
+        )?;
+        drop(attended);
+        let dqkv = self.attention_backward(&qkv, &dattended, gradients)?;
+        let parameters = layer.parameters_before_attention();
+        let [dx] = chain([x], dqkv.each_ref(), &parameters, gradients, |[x]| {
+            self.before_attention(layer, x)
+        })?;
+        Ok((dmiddle + dx)?)
+    }
+
+    /// Returns the key heads of a group that are attended at a time.
+    fn head_chunks(&self, group: &SegmentGroup) -> impl Iterator<Item = Range<usize>> + use<> {
+        let config = self.decoder.config();
+        let kv_heads = config.num_key_value_heads;
+        let share = config.num_attention_heads / kv_heads;
+        let scores = group.segments * share * group.queries * group.keys;
+        // Toys must have several chunks, too.
+        let most = if cfg!(test) { 256 } else { MAX_SCORES };
+        let size = (most / scores.max(1)).clamp(1, kv_heads);
+        (0..kv_heads)
+            .step_by(size)
+            .map(move |first| first..kv_heads.min(first + size))
+    }
+
+    /// Returns some key heads of queries, keys and values.
+    fn heads_of(
+        &self,
+        qkv: &[Tensor; 3],
+        heads: &Range<usize>,
+    ) -> candle_core::Result<[Tensor; 3]> {
+        let config = self.decoder.config();
+        let share = config.num_attention_heads / config.num_key_value_heads;
+        let [q, k, v] = qkv;
+        let (first, count) = (heads.start, heads.len());
+        Ok([
+            q.narrow(1, share * first, share * count)?.contiguous()?,
+            k.narrow(1, first, count)?.contiguous()?,
+            v.narrow(1, first, count)?.contiguous()?,
+        ])
+    }
+
+    /// Attends within all groups; returns `[n, heads * head_dim]`.
+    fn attention(&self, qkv: &[Tensor; 3]) -> candle_core::Result<Tensor> {
+        let mut groups = Vec::with_capacity(self.layout.len());
+        for group in &self.layout {
+            let mut parts = Vec::new();
+            for heads in self.head_chunks(group) {
+                let [q, k, v] = self.heads_of(qkv, &heads)?;
+                parts.push(self.attend(group, &q, &k, &v)?);
+            }
+            groups.push(Tensor::cat(&parts, 1)?);
+        }
+        Tensor::cat(&groups, 0)
+    }
+
+    /// Returns the gradients of queries, keys and values, given that of [`Pass::attention`].
+    fn attention_backward(
+        &self,
+        qkv: &[Tensor; 3],
+        dattended: &Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<[Tensor; 3], ModelError> {
+        let config = self.decoder.config();
+        let width = config.num_attention_heads / config.num_key_value_heads * config.head_dim;
+        let mut sums: Option<[Tensor; 3]> = None;
+        let mut done = 0;
+        for group in &self.layout {
+            let tokens = group.scatter.dim(0)?;
+            let dgroup = dattended.narrow(0, done, tokens)?;
+            done += tokens;
+            let mut parts: [Vec<Tensor>; 3] = Default::default();
+            for heads in self.head_chunks(group) {
+                let some = self.heads_of(qkv, &heads)?;
+                let doutput = dgroup.narrow(1, width * heads.start, width * heads.len())?;
+                let found = chain(some.each_ref(), [&doutput], &[], gradients, |[q, k, v]| {
+                    Ok([self.attend(group, q, k, v)?])
+                })?;
+                for (parts, part) in parts.iter_mut().zip(found) {
+                    parts.push(part);
+                }
+            }
+            let [q, k, v] = parts.each_ref().map(|parts| Tensor::cat(parts, 1));
+            let found = [q?, k?, v?];
+            // Groups may see the same keys.
+            sums = Some(match sums {
+                Some([q, k, v]) => [(q + &found[0])?, (k + &found[1])?, (v + &found[2])?],
+                None => found,
+            });
+        }
+        match sums {
+            Some(sums) => Ok(sums),
+            None => {
+                let [q, k, v] = qkv.each_ref().map(Tensor::zeros_like);
+                Ok([q?, k?, v?])
+            }
+        }
+    }
+
+    /// Attends within one group of segments with the heads of `q`; returns
+    /// `[tokens, heads * head_dim]`.
     fn attend(
         &self,
         group: &SegmentGroup,
@@ -280,12 +398,7 @@ impl<'a> Pass<'a> {
         k: &Tensor,
         v: &Tensor,
     ) -> candle_core::Result<Tensor> {
-        let config = self.decoder.config();
-        let (heads, kv_heads, dim) = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        );
+        let (heads, kv_heads, dim) = (q.dim(1)?, k.dim(1)?, q.dim(2)?);
         let (s, t, seen) = (group.segments, group.queries, group.keys);
         let pad = |x: &Tensor, places: &Tensor, length, heads| {
             x.index_select(places, 0)?
@@ -426,8 +539,7 @@ pub(super) fn forward(
     let pass = Pass::new(decoder, batch, adapters, true)?;
     let mut inputs = vec![pass.embed()?.detach()];
     for (index, layer) in decoder.layers().iter().enumerate() {
-        // Detaching frees the layer's graph at once.
-        let output = pass.layer(layer, &inputs[index])?.detach();
+        let output = pass.layer(layer, &inputs[index])?;
         inputs.push(output);
     }
     let hidden = pass
@@ -450,15 +562,12 @@ pub(super) fn backward(
         .pop()
         .expect("one input for each layer and one for the norm");
     let norm = [decoder.norm()];
-    let mut dx = chain(&last, dhidden, &norm, gradients, |x| {
-        pass.norm(x, decoder.norm())
+    let [mut dx] = chain([&last], [dhidden], &norm, gradients, |[x]| {
+        Ok([pass.norm(x, decoder.norm())?])
     })?;
     for layer in decoder.layers().iter().rev() {
         let input = tape.inputs.pop().expect("one input for each layer");
-        let parameters = layer.parameters();
-        dx = chain(&input, &dx, &parameters, gradients, |x| {
-            pass.layer(layer, x)
-        })?;
+        dx = pass.layer_backward(layer, &input, &dx, gradients)?;
     }
     if let Some(slot) = decoder.embedding().slot() {
         let embedding = decoder.embedding().tensor();
@@ -472,17 +581,29 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// Returns the gradient of `input` through `f`, and adds those of the parameters.
-fn chain(
-    input: &Tensor,
-    doutput: &Tensor,
+/// Returns the gradients of the inputs through `f`, given those of its outputs, and adds those of the
+/// parameters.
+fn chain<const N: usize, const M: usize>(
+    inputs: [&Tensor; N],
+    doutputs: [&Tensor; M],
     parameters: &[&Parameter],
     gradients: &mut Gradients,
-    f: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
-) -> Result<Tensor, ModelError> {
-    let input = Var::from_tensor(input)?;
-    let output = f(input.as_tensor())?;
-    let store = (output * doutput)?.sum_all()?.backward()?;
+    f: impl FnOnce([&Tensor; N]) -> candle_core::Result<[Tensor; M]>,
+) -> Result<[Tensor; N], ModelError> {
+    let mut variables = Vec::with_capacity(N);
+    for input in inputs {
+        variables.push(Var::from_tensor(input)?);
+    }
+    let outputs = f(std::array::from_fn(|index| variables[index].as_tensor()))?;
+    let mut sum: Option<Tensor> = None;
+    for (output, doutput) in outputs.into_iter().zip(doutputs) {
+        let term = (output * doutput)?.sum_all()?;
+        sum = Some(match sum {
+            Some(sum) => (sum + term)?,
+            None => term,
+        });
+    }
+    let store = sum.expect("a function has outputs").backward()?;
     for parameter in parameters {
         if let Some(slot) = parameter.slot() {
             let gradient = store.get(parameter.tensor());
@@ -492,11 +613,15 @@ fn chain(
             gradients.add_tensor(slot, gradient.ok_or_else(missing)?)?;
         }
     }
-    let dinput = store.get(input.as_tensor());
-    let missing = || ModelError::MissingTensor {
-        name: "gradient of a layer's input".to_owned(),
-    };
-    Ok(dinput.ok_or_else(missing)?.detach())
+    let mut dinputs = Vec::with_capacity(N);
+    for variable in &variables {
+        let missing = || ModelError::MissingTensor {
+            name: "gradient of a layer's input".to_owned(),
+        };
+        let dinput = store.get(variable.as_tensor()).ok_or_else(missing)?;
+        dinputs.push(dinput.detach());
+    }
+    Ok(dinputs.try_into().expect("as many as inputs"))
 }
 
 /// Returns the hidden states of new tokens and appends their keys and values to the cache.

@@ -72,16 +72,34 @@ impl Layer {
         ]
     }
 
-    pub(super) fn parameters(&self) -> Vec<&Parameter> {
+    fn parameters(&self) -> Vec<&Parameter> {
         let mut parameters = vec![&self.input_norm, &self.post_norm];
         parameters.extend(&self.q_norm);
         parameters.extend(&self.k_norm);
-        for linear in self.linears() {
-            parameters.push(&linear.weight);
-            parameters.extend(&linear.bias);
-            parameters.extend(linear.lora.iter().flat_map(|lora| [&lora.a, &lora.b]));
-        }
+        parameters.extend(self.linears().into_iter().flat_map(Linear::parameters));
         parameters
+    }
+
+    /// Returns what queries, keys and values are made with.
+    pub(super) fn parameters_before_attention(&self) -> Vec<&Parameter> {
+        let mut parameters = vec![&self.input_norm];
+        parameters.extend(&self.q_norm);
+        parameters.extend(&self.k_norm);
+        let linears = [&self.q_proj, &self.k_proj, &self.v_proj];
+        parameters.extend(linears.into_iter().flat_map(Linear::parameters));
+        parameters
+    }
+
+    /// Returns what the attention's output goes through.
+    pub(super) fn parameters_after_attention(&self) -> Vec<&Parameter> {
+        let linears = [
+            &self.o_proj,
+            &self.gate_proj,
+            &self.up_proj,
+            &self.down_proj,
+        ];
+        let linears = linears.into_iter().flat_map(Linear::parameters);
+        std::iter::once(&self.post_norm).chain(linears).collect()
     }
 }
 

@@ -174,6 +174,16 @@ pub(crate) struct Linear {
     pub(crate) outputs: usize,
 }
 
+impl Linear {
+    /// Returns all that the layer is made of.
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        let adapter = self.lora.iter().flat_map(|lora| [&lora.a, &lora.b]);
+        std::iter::once(&self.weight)
+            .chain(&self.bias)
+            .chain(adapter)
+    }
+}
+
 /// The low-rank update of one linear layer.
 #[derive(Debug, Clone)]
 pub(crate) struct Lora {

@@ -37,6 +37,7 @@ pub(crate) mod tests_support;
 mod tests;
 
 pub use adapters::{AdapterId, AdapterLease};
+pub(crate) use composed::MAX_SCORES;
 #[cfg(any(fuzzing, test))]
 pub use config::fuzz_config;
 pub use config::{ModelConfig, ModelType};

@@ -8,6 +8,7 @@ use super::super::ops::{
     attend_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
 };
 use super::super::{Adapters, ModelError};
+use super::linear::Returning;
 use super::{FusedReal, Pass, linear};
 use crate::engine::kv_cache::CachedRows;
 
@@ -346,34 +347,24 @@ fn feed_forward_backward<T: FusedReal>(
     } = saved;
     let [gate_low, up_low, down_low] = &low;
     let mut dproduct = vec![T::ZERO; product.len()];
-    linear::backward(
-        &layer.down_proj,
-        &product,
-        down_low.as_deref(),
-        &doutput,
-        rows,
-        Write::Replace,
-        &mut dproduct,
-        gradients,
-    )?;
+    let down = Returning {
+        linear: &layer.down_proj,
+        low: down_low.as_deref(),
+        dy: &doutput,
+    };
+    linear::backward([down], &product, rows, &mut dproduct, gradients)?;
     swiglu_backward(&mut gate, &mut up, &dproduct);
     let mut dnormed = vec![T::ZERO; normed.len()];
-    for (linear, low, dy, write) in [
-        (&layer.gate_proj, gate_low, &gate, Write::Replace),
-        (&layer.up_proj, up_low, &up, Write::Add),
-    ] {
-        let low = low.as_deref();
-        linear::backward(
-            linear,
-            &normed,
-            low,
-            dy,
-            rows,
-            write,
-            &mut dnormed,
-            gradients,
-        )?;
-    }
+    let both = [
+        (&layer.gate_proj, gate_low, &gate),
+        (&layer.up_proj, up_low, &up),
+    ];
+    let both = both.map(|(linear, low, dy)| Returning {
+        linear,
+        low: low.as_deref(),
+        dy,
+    });
+    linear::backward(both, &normed, rows, &mut dnormed, gradients)?;
     norm_backward(
         pass,
         &layer.post_norm,
@@ -404,16 +395,12 @@ fn attention_backward<T: FusedReal>(
         output_low,
     } = saved;
     let mut dattended = vec![T::ZERO; attended.output.len()];
-    linear::backward(
-        &layer.o_proj,
-        &attended.output,
-        output_low.as_deref(),
-        &dmiddle,
-        rows,
-        Write::Replace,
-        &mut dattended,
-        gradients,
-    )?;
+    let out = Returning {
+        linear: &layer.o_proj,
+        low: output_low.as_deref(),
+        dy: &dmiddle,
+    };
+    linear::backward([out], &attended.output, rows, &mut dattended, gradients)?;
     let source = PackedKeyValues {
         keys: &projected.keys,
         values: &projected.values,
@@ -453,23 +440,17 @@ fn attention_backward<T: FusedReal>(
     }
     let mut dnormed = vec![T::ZERO; normed.len()];
     let [query_low, key_low, value_low] = &projected.low;
-    for (linear, low, dy, write) in [
-        (&layer.q_proj, query_low, &d.queries, Write::Replace),
-        (&layer.k_proj, key_low, &d.keys, Write::Add),
-        (&layer.v_proj, value_low, &d.values, Write::Add),
-    ] {
-        let low = low.as_deref();
-        linear::backward(
-            linear,
-            &normed,
-            low,
-            dy,
-            rows,
-            write,
-            &mut dnormed,
-            gradients,
-        )?;
-    }
+    let three = [
+        (&layer.q_proj, query_low, &d.queries),
+        (&layer.k_proj, key_low, &d.keys),
+        (&layer.v_proj, value_low, &d.values),
+    ];
+    let three = three.map(|(linear, low, dy)| Returning {
+        linear,
+        low: low.as_deref(),
+        dy,
+    });
+    linear::backward(three, &normed, rows, &mut dnormed, gradients)?;
     norm_backward(
         pass,
         &layer.input_norm,

@@ -5,7 +5,9 @@ use super::super::ModelError;
 use super::super::adapters::RowAdapters;
 use super::super::gradients::{GradientReal, Gradients};
 use super::super::linear::{Linear, Lora, Parameter};
-use super::super::ops::{self, Matrix, Product, Real, Values, Write, matmul};
+use super::super::ops::{
+    self, Matrix, Orientation, PackedRows, Product, Real, Term, Values, Write, matmul,
+};
 
 /// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y` for each layer and its `y`, and returns each
 /// one's `x A^T` if the model has an adapter of its own there.
@@ -65,77 +67,62 @@ fn add_update<T: Real>(lora: &Lora, low: &[T], rows: usize, y: &mut [T]) -> Resu
     Ok(())
 }
 
-/// Adds the gradients of the layer's variables, and writes or adds that of `x` to `dx`.
-///
-/// `low` is what [`forward`] returned.
-pub(super) fn backward<T: GradientReal>(
-    linear: &Linear,
+/// A layer on its way back.
+pub(super) struct Returning<'a, T> {
+    pub(super) linear: &'a Linear,
+    /// What [`forward`] returned.
+    pub(super) low: Option<&'a [T]>,
+    /// The gradient of its output, `[rows, outputs]`.
+    pub(super) dy: &'a [T],
+}
+
+/// Adds the gradients of the variables of layers that read the same `x`, and writes that of `x` to `dx`.
+pub(super) fn backward<T: GradientReal, const N: usize>(
+    layers: [Returning<'_, T>; N],
     x: &[T],
-    low: Option<&[T]>,
-    dy: &[T],
     rows: usize,
-    write: Write,
     dx: &mut [T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let (inputs, outputs) = (linear.inputs, linear.outputs);
-    if let Some(slot) = linear.bias.as_ref().and_then(Parameter::slot) {
-        let sums = T::sums(gradients, slot);
-        for dy in dy.chunks_exact(outputs) {
-            sums.iter_mut().zip(dy).for_each(|(sum, &dy)| *sum += dy);
+    let mut products = Vec::with_capacity(2 * N);
+    for Returning { linear, low, dy } in layers {
+        let (inputs, outputs) = (linear.inputs, linear.outputs);
+        if let Some(slot) = linear.bias.as_ref().and_then(Parameter::slot) {
+            let sums = T::sums(gradients, slot);
+            for dy in dy.chunks_exact(outputs) {
+                sums.iter_mut().zip(dy).for_each(|(sum, &dy)| *sum += dy);
+            }
         }
-    }
-    let dy = Matrix::new(dy, rows, outputs);
-    if let Some(slot) = linear.weight.slot() {
-        let x = Matrix::new(x, rows, inputs);
-        matmul(
-            T::ONE,
-            dy.t(),
-            x,
-            Write::Add,
-            T::sums(gradients, slot),
-            inputs,
-            true,
-        );
-    }
-    let weight = linear.weight.rows::<T>()?;
-    let weight = Matrix::new(&weight, outputs, inputs);
-    matmul(T::ONE, dy, weight, write, dx, inputs, true);
-    if let (Some(lora), Some(low)) = (&linear.lora, low) {
-        let rank = lora.rank;
-        let scale = T::from_f64(lora.scale);
-        let (a, b) = (lora.a.rows::<T>()?, lora.b.rows::<T>()?);
-        let a = Matrix::new(&a, rank, inputs);
-        let b = Matrix::new(&b, outputs, rank);
-        let mut dlow = vec![T::ZERO; rows * rank];
-        matmul(scale, dy, b, Write::Replace, &mut dlow, rank, true);
-        if let Some(slot) = lora.b.slot() {
-            let low = Matrix::new(low, rows, rank);
-            matmul(
-                scale,
-                dy.t(),
-                low,
-                Write::Add,
-                T::sums(gradients, slot),
-                rank,
-                true,
-            );
+        if let Some(slot) = linear.weight.slot() {
+            let (dy, x) = (Matrix::new(dy, rows, outputs), Matrix::new(x, rows, inputs));
+            let sums = T::sums(gradients, slot);
+            matmul(T::ONE, dy.t(), x, Write::Add, sums, inputs, true);
         }
-        let dlow = Matrix::new(&dlow, rows, rank);
-        if let Some(slot) = lora.a.slot() {
-            let x = Matrix::new(x, rows, inputs);
-            matmul(
-                T::ONE,
-                dlow.t(),
-                x,
-                Write::Add,
-                T::sums(gradients, slot),
-                inputs,
-                true,
-            );
+        let packed = PackedRows::new(dy, rows, 0..outputs, outputs);
+        if let (Some(lora), Some(low)) = (&linear.lora, low) {
+            let scale = T::from_f64(lora.scale);
+            let b = lora.b.panels::<T>()?;
+            let mut dlow = vec![T::ZERO; rows * lora.rank];
+            let term = Term::new(scale, &packed, &b);
+            ops::linears_backward(&[term], Write::Replace, &mut dlow);
+            if let Some(slot) = lora.b.slot() {
+                let sums = T::sums(gradients, slot);
+                ops::add_outer_products(scale, low, dy, rows, Orientation::Turned, sums);
+            }
+            if let Some(slot) = lora.a.slot() {
+                let sums = T::sums(gradients, slot);
+                ops::add_outer_products(T::ONE, &dlow, x, rows, Orientation::Upright, sums);
+            }
+            let dlow = PackedRows::new(&dlow, rows, 0..lora.rank, lora.rank);
+            products.push((dlow, lora.a.panels::<T>()?));
         }
-        matmul(T::ONE, dlow, a, Write::Add, dx, inputs, true);
+        products.push((packed, linear.weight.panels::<T>()?));
     }
+    let terms: Vec<Term<'_, T>> = products
+        .iter()
+        .map(|(dy, weight)| Term::new(T::ONE, dy, weight))
+        .collect();
+    ops::linears_backward(&terms, Write::Replace, dx);
     Ok(())
 }
 
@@ -218,17 +205,12 @@ mod tests {
         let mut gradients = Gradients::zeros(shapes, DType::F64, &Device::Cpu, true);
         let dy = case.floats("inputs", "grad_y");
         let mut dx = vec![0.0; 2];
-        backward(
-            &linear,
-            &x,
-            low.as_deref(),
-            &dy,
-            1,
-            Write::Replace,
-            &mut dx,
-            &mut gradients,
-        )
-        .unwrap();
+        let returning = Returning {
+            linear: &linear,
+            low: low.as_deref(),
+            dy: &dy,
+        };
+        backward([returning], &x, 1, &mut dx, &mut gradients).unwrap();
         let read = |index: usize| {
             gradients
                 .tensor(index)

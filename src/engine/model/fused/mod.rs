@@ -9,7 +9,7 @@
 mod layer;
 mod linear;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::DType;
 
@@ -120,6 +120,22 @@ fn in_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
     rayon::scope(|_| pass())
 }
 
+/// Runs a pass that keeps much on the first of rayon's threads, whoever calls: allocators keep free
+/// memory by thread, and what one micro-batch has freed must serve the next.
+fn on_first_thread<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+    let pass = Mutex::new(Some(pass));
+    let result = Mutex::new(None);
+    rayon::broadcast(|context| {
+        if context.index() == 0 {
+            let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let value = pass.map(|pass| pass());
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = value;
+        }
+    });
+    let result = result.into_inner().unwrap_or_else(PoisonError::into_inner);
+    result.expect("a pool has a first thread, which ran the pass")
+}
+
 /// Returns the hidden states `[n, hidden]` without keeping anything.
 pub(super) fn hidden<T: FusedReal>(
     decoder: &Decoder,
@@ -142,7 +158,7 @@ pub(super) fn forward<T: FusedReal>(
     batch: &PackedBatch,
     recompute: bool,
 ) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
-    in_pool(|| forward_in_pool(decoder, batch, recompute))
+    on_first_thread(|| forward_in_pool(decoder, batch, recompute))
 }
 
 fn forward_in_pool<T: FusedReal>(
@@ -171,7 +187,7 @@ pub(super) fn backward<T: FusedReal>(
     dhidden: &[T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    in_pool(|| backward_in_pool(decoder, batch, tape, dhidden, gradients))
+    on_first_thread(|| backward_in_pool(decoder, batch, tape, dhidden, gradients))
 }
 
 fn backward_in_pool<T: FusedReal>(

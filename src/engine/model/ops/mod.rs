@@ -30,7 +30,10 @@ use buffer::FreeBuffers;
 pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
 pub use panels::WeightFormat;
-pub(crate) use panels::{Packed, Panels, Product, linear, linears};
+pub(crate) use panels::{
+    Orientation, Packed, PackedRows, Panels, Product, Term, add_outer_products, linear, linears,
+    linears_backward,
+};
 pub(crate) use rms_norm::{rms_norm, rms_norm_backward};
 pub(crate) use rope::{RopeRows, RopeTable, Turn, rope};
 pub use softmax::{RowStatistics, log_sum_exp};

@@ -6,6 +6,7 @@
 //! thread does it, changes nothing in that sum: **a row's result is the same bits whatever rows stand
 //! beside it**, and small products run on the same code as large ones.
 
+mod backward;
 mod kernel;
 mod stored;
 
@@ -16,6 +17,7 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::{Buffer, Real, Values, Write, into_tensor};
+pub(crate) use backward::{Orientation, PackedRows, Term, add_outer_products, linears_backward};
 pub(super) use kernel::Vectorized;
 use kernel::{Level, Tile};
 pub use stored::WeightFormat;
@@ -280,25 +282,33 @@ fn run<T: Real>(level: Level, alpha: T, x: &[T], m: usize, products: Vec<Product
                     #[expect(unsafe_code, reason = "tasks write to the same rows")]
                     // SAFETY: a task has its panel's columns of its groups' rows to itself.
                     let y = unsafe { target.part(rows.start + row, column, width) };
-                    match write {
-                        Write::Replace => {
-                            for (y, &sum) in y.iter_mut().zip(sums) {
-                                *y = alpha * sum;
-                            }
-                        }
-                        Write::Add => {
-                            for (y, &sum) in y.iter_mut().zip(sums) {
-                                *y = alpha.mul_add(sum, *y);
-                            }
-                        }
-                    }
+                    write.join(alpha, sums, y);
                 });
             }
         });
 }
 
+impl Write {
+    /// Writes or adds `alpha` times as many sums as `y` has places.
+    #[inline(always)]
+    fn join<T: Real>(self, alpha: T, sums: &[T], y: &mut [T]) {
+        match self {
+            Self::Replace => {
+                for (y, &sum) in y.iter_mut().zip(sums) {
+                    *y = alpha * sum;
+                }
+            }
+            Self::Add => {
+                for (y, &sum) in y.iter_mut().zip(sums) {
+                    *y = alpha.mul_add(sum, *y);
+                }
+            }
+        }
+    }
+}
+
 /// Rows of tokens in groups of nearly equal size, none larger than a kernel takes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Groups {
     rows: usize,
     count: usize,

@@ -193,3 +193,97 @@ fn narrow_weights_are_the_nearest() {
         }
     }
 }
+
+/// Returns `sum over l of a(i, l) * b(l, j)` and the sum of the terms' sizes.
+fn definition(k: usize, a: impl Fn(usize) -> f32, b: impl Fn(usize) -> f32) -> (f64, f64) {
+    let terms = (0..k).map(|l| f64::from(a(l)) * f64::from(b(l)));
+    terms.fold((0.0, 0.0), |(sum, size), term| {
+        (sum + term, size + term.abs())
+    })
+}
+
+#[test]
+fn backward_products_match_the_definition() {
+    let m = 27;
+    for (inputs, outputs) in SHAPES.into_iter().chain([(70, 4100)]) {
+        let (w, v) = (fill(outputs * inputs, 2), fill(5 * inputs, 5));
+        let (dy, dz) = (fill(m * outputs, 3), fill(m * 5, 4));
+        let (w_panels, v_panels) = (
+            Panels::pack(&w, outputs, inputs, WeightFormat::Wide),
+            Panels::pack(&v, 5, inputs, WeightFormat::Wide),
+        );
+        let (packed_dy, packed_dz) = (
+            PackedRows::new(&dy, m, 0..outputs, outputs),
+            PackedRows::new(&dz, m, 0..5, 5),
+        );
+        let terms = [
+            Term::new(1.0, &packed_dy, &w_panels),
+            Term::new(0.5, &packed_dz, &v_panels),
+        ];
+        let mut dx = vec![f32::NAN; m * inputs];
+        linears_backward(&terms, Write::Replace, &mut dx);
+        for (at, &found) in dx.iter().enumerate() {
+            let (i, j) = (at / inputs, at % inputs);
+            let first = definition(outputs, |l| dy[i * outputs + l], |l| w[l * inputs + j]);
+            let second = definition(5, |l| dz[i * 5 + l], |l| v[l * inputs + j]);
+            let error = (f64::from(found) - first.0 - 0.5 * second.0).abs();
+            let bound = f64::from(f32::EPSILON) * (first.1 + second.1) * (outputs as f64 + 6.0);
+            assert!(
+                error <= bound,
+                "inputs {inputs} outputs {outputs} at {at}: {error:e}"
+            );
+        }
+        let before = dx.clone();
+        linears_backward(&terms[1..], Write::Add, &mut dx);
+        assert!(dx != before, "a product is added");
+    }
+}
+
+#[test]
+fn parts_of_the_outputs_add_up_to_the_whole_product() {
+    let (m, inputs, outputs) = (13, 40, 100);
+    let (w, dy) = (fill(outputs * inputs, 2), fill(m * outputs, 3));
+    let weight = Panels::pack(&w, outputs, inputs, WeightFormat::Wide);
+    let whole = PackedRows::new(&dy, m, 0..outputs, outputs);
+    let (mut expected, mut found) = (vec![0.0; m * inputs], vec![f32::NAN; m * inputs]);
+    linears_backward(
+        &[Term::new(1.0, &whole, &weight)],
+        Write::Replace,
+        &mut expected,
+    );
+    for (part, write) in [(0..64, Write::Replace), (64..outputs, Write::Add)] {
+        let dy = PackedRows::new(&dy, m, part.clone(), outputs);
+        let term = Term {
+            alpha: 1.0,
+            dy: &dy,
+            weight: &weight,
+            outputs: part,
+        };
+        linears_backward(&[term], write, &mut found);
+    }
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+}
+
+#[test]
+fn outer_products_match_the_definition_either_way_round() {
+    // More tokens than lie side by side at a time, and ranks of one group and of several.
+    for (m, rank, width) in [(1, 1, 1), (30, 16, 70), (2100, 13, 33)] {
+        let (low, x) = (fill(m * rank, 1), fill(m * width, 2));
+        let mut upright = vec![1.0_f32; rank * width];
+        let mut turned = upright.clone();
+        add_outer_products(2.0, &low, &x, m, Orientation::Upright, &mut upright);
+        add_outer_products(2.0, &low, &x, m, Orientation::Turned, &mut turned);
+        for i in 0..rank {
+            for j in 0..width {
+                let (sum, size) = definition(m, |l| low[l * rank + i], |l| x[l * width + j]);
+                let found = upright[i * width + j];
+                let error = (f64::from(found) - 1.0 - 2.0 * sum).abs();
+                let bound = f64::from(f32::EPSILON) * (size + 1.0) * (m as f64 + 2.0);
+                assert!(error <= bound, "{m} {rank} {width} at {i} {j}: {error:e}");
+                assert_eq!(found, turned[j * rank + i]);
+            }
+        }
+    }
+}

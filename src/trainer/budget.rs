@@ -1,0 +1,310 @@
+//! Where the memory of a run goes, by calculation: nothing is loaded.
+//!
+//! Counted are the tensors that the passes of `engine::model` keep, with the sizes that their code gives
+//! them. What is left over, the program itself and what its allocator holds back, is a constant and a
+//! share that were measured; see docs/training.md.
+
+use serde::Serialize;
+
+use super::logprob::head_chunk_rows;
+use crate::engine::model::{
+    LINEAR_MODULES, LoraConfig, MAX_SCORES, ModelConfig, Trainable, tensor_shapes,
+};
+
+/// Outputs in one panel of the CPU's weight matrices, which are padded to whole panels.
+const PANEL: u64 = 32;
+
+/// The program, its threads, a tokenizer.
+const PROGRAM: u64 = 48 << 20;
+
+/// What a CUDA context and its libraries take.
+const CUDA_CONTEXT: u64 = 512 << 20;
+
+/// Bytes of a training step that an attention score takes on a GPU, where a layer's graph is held: the
+/// product and its scaling in 16 bits, the masked softmax' five steps in 32, probabilities in 16, and
+/// three gradients in 32 at a time.
+const GRAPH_BYTES_PER_SCORE: u64 = 2 * 3 + 4 * 5 + 4 * 3;
+
+/// Copies of a chunk of logits in `f32` that the plain tensor operations hold.
+const COMPOSED_LOGITS: u64 = 5;
+
+/// Tokens of a micro-batch with which weights are read often enough for each time they are turned.
+const WORTHWHILE_TOKENS: usize = 256;
+
+/// Where the model runs, which says how its weights are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// Kernels of our own, all in `f32`.
+    Cpu,
+    /// Plain tensor operations on a GPU, `bf16`; layers are always run again.
+    Gpu,
+}
+
+/// What to plan for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlanRequest {
+    /// Where the model runs.
+    pub place: Place,
+    /// What is trained.
+    pub trainable: Trainable,
+    /// Whether layers are run again in the backward pass; always so on a GPU.
+    pub recompute: bool,
+    /// Tokens of one forward and backward pass.
+    pub micro_batch_tokens: usize,
+    /// Tokens of the longest episode.
+    pub longest: usize,
+    /// Tokens whose keys and values are held while episodes are sampled.
+    pub cache_tokens: usize,
+}
+
+/// Bytes by purpose.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MemoryPlan {
+    /// Numbers that are trained.
+    pub trained: u64,
+    /// Weights of the model, as they are held.
+    pub weights: u64,
+    /// The adapter; on a CPU the panels beside its matrices, or beside all matrices in full training.
+    pub adapter: u64,
+    /// AdamW's moments, `f32`.
+    pub optimizer: u64,
+    /// Sums of the gradients: while training only.
+    pub gradients: u64,
+    /// What a micro-batch's forward pass keeps: while training only.
+    pub activations: u64,
+    /// What the pass through one layer needs besides, and the attention's scores: while training only.
+    pub workspace: u64,
+    /// Logits of one chunk of rows and their gradients: while training only.
+    pub logits: u64,
+    /// Keys and values: while sampling only.
+    pub cache: u64,
+    /// The program, and the GPU's own libraries.
+    pub program: u64,
+}
+
+impl MemoryPlan {
+    /// Returns what is held all the time.
+    #[must_use]
+    pub fn resident(&self) -> u64 {
+        self.weights + self.adapter + self.optimizer + self.program
+    }
+
+    /// Returns the most that is held while the policy is trained.
+    #[must_use]
+    pub fn training(&self) -> u64 {
+        self.resident() + self.gradients + self.activations + self.workspace + self.logits
+    }
+
+    /// Returns the most that is held while episodes are sampled.
+    #[must_use]
+    pub fn sampling(&self) -> u64 {
+        self.resident() + self.cache
+    }
+
+    /// Returns the most that is held at all.
+    #[must_use]
+    pub fn peak(&self) -> u64 {
+        self.training().max(self.sampling())
+    }
+}
+
+/// Returns where the bytes of a run go.
+#[must_use]
+pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
+    let sizes = Sizes::new(model);
+    let tokens = request.micro_batch_tokens.max(request.longest) as u64;
+    let is_cpu = request.place == Place::Cpu;
+    let number = if is_cpu { 4 } else { 2 };
+    let mut matrices = 0;
+    let mut others = 0;
+    for (_, shape) in tensor_shapes(model) {
+        match *shape.as_slice() {
+            [outputs, inputs] if is_cpu => matrices += padded(outputs as u64) * inputs as u64,
+            [outputs, inputs] => matrices += outputs as u64 * inputs as u64,
+            _ => others += shape.iter().product::<usize>() as u64,
+        }
+    }
+    let (trained, adapter) = match &request.trainable {
+        Trainable::Frozen => (0, 0),
+        Trainable::Full => {
+            let panels = if is_cpu { 4 * matrices } else { 0 };
+            (sizes.parameters, panels)
+        }
+        Trainable::Lora(config) => lora(model, config, is_cpu),
+    };
+    let is_full = request.trainable == Trainable::Full;
+    let layers = model.num_hidden_layers as u64;
+    let recompute = request.recompute || !is_cpu;
+    let (kept_layers, again) = if recompute { (0, 1) } else { (layers, 0) };
+    let low = match &request.trainable {
+        Trainable::Lora(config) => config.rank as u64 * config.target_modules.len() as u64,
+        _ => 0,
+    };
+    let per_layer = sizes.kept + low;
+    // One layer's gradients: of the feed-forward layer's two halves and their product, packed for the
+    // products, or those of attention; the residual stream's; the hidden states and theirs.
+    let gradients_of_layer = 4 * sizes.inner + 6 * sizes.hidden;
+    let scores = if is_cpu {
+        0
+    } else {
+        // Some heads at a time, those of one key at the least.
+        let longest = request.longest.max(1) as u64;
+        let heads = model.num_attention_heads as u64;
+        let share = heads / model.num_key_value_heads as u64;
+        let all = longest * longest * heads;
+        GRAPH_BYTES_PER_SCORE * all.min((MAX_SCORES as u64).max(longest * longest * share))
+    };
+    let (stream, graph) = if is_cpu { (4, 4) } else { (2, 6) };
+    let vocab = model.vocab_size as u64;
+    let chunk = head_chunk_rows(model.vocab_size) as u64;
+    let copies = if is_cpu { 1 } else { COMPOSED_LOGITS };
+    MemoryPlan {
+        trained,
+        weights: number * (matrices + others),
+        adapter: adapter
+            + if is_full || trained == 0 {
+                0
+            } else {
+                4 * trained
+            },
+        optimizer: 8 * trained,
+        gradients: 4 * trained,
+        activations: tokens * (layers * stream * sizes.hidden * u64::from(recompute))
+            + tokens * 4 * per_layer * kept_layers,
+        workspace: tokens * graph * (per_layer * again + gradients_of_layer) + scores,
+        logits: copies * 4 * chunk.min(tokens) * vocab,
+        cache: request.cache_tokens as u64 * number * layers * 2 * sizes.keys,
+        program: PROGRAM + if is_cpu { 0 } else { CUDA_CONTEXT },
+    }
+}
+
+/// Returns the largest number of tokens for a forward and backward pass with which a run stays below
+/// `budget` bytes, in steps of 64, or `None` if nothing does.
+///
+/// The longest episode goes through the model in one piece, so the number is never below its length.
+#[must_use]
+pub fn largest_micro_batch(
+    model: &ModelConfig,
+    request: &PlanRequest,
+    budget: u64,
+) -> Option<usize> {
+    const STEP: usize = 64;
+    let fits = |steps: usize| {
+        let micro_batch_tokens = (steps * STEP).max(request.longest);
+        let request = PlanRequest {
+            micro_batch_tokens,
+            ..request.clone()
+        };
+        (plan(model, &request).peak() <= budget).then_some(micro_batch_tokens)
+    };
+    let (mut low, mut high) = (0, request.micro_batch_tokens.div_ceil(STEP) + 1);
+    let mut found = fits(low)?;
+    while high - low > 1 {
+        let middle = usize::midpoint(low, high);
+        match fits(middle) {
+            Some(tokens) => (low, found) = (middle, tokens),
+            None => high = middle,
+        }
+    }
+    Some(found.min(request.micro_batch_tokens.max(request.longest)))
+}
+
+/// Returns how many numbers a model's weights have.
+#[must_use]
+pub fn parameter_count(model: &ModelConfig) -> usize {
+    let numbers = |(_, shape): (String, Vec<usize>)| shape.iter().product::<usize>();
+    tensor_shapes(model).into_iter().map(numbers).sum()
+}
+
+/// How micro-batches go through the model within a budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MicroBatches {
+    /// Tokens of one forward and backward pass.
+    pub micro_batch_tokens: usize,
+    /// Whether layers are run again in the backward pass.
+    pub recompute: bool,
+}
+
+/// Returns how a run stays below `budget` bytes, or `None` if it cannot.
+///
+/// Layers are run again only if a pass over the longest episode, or over [`WORTHWHILE_TOKENS`], would
+/// not fit otherwise: that takes a third more arithmetic, small micro-batches next to nothing. The
+/// choice depends on nothing but the arguments, so that a run that goes on makes it again.
+#[must_use]
+pub fn choose(model: &ModelConfig, request: &PlanRequest, budget: u64) -> Option<MicroBatches> {
+    [false, true].into_iter().find_map(|recompute| {
+        let request = PlanRequest {
+            recompute,
+            ..request.clone()
+        };
+        let tokens = largest_micro_batch(model, &request, budget)?;
+        let wanted = WORTHWHILE_TOKENS.min(request.micro_batch_tokens);
+        (recompute || tokens >= wanted).then_some(MicroBatches {
+            micro_batch_tokens: tokens,
+            recompute,
+        })
+    })
+}
+
+fn padded(outputs: u64) -> u64 {
+    outputs.next_multiple_of(PANEL)
+}
+
+/// Returns the adapter's numbers, and the bytes of the panels beside them.
+fn lora(model: &ModelConfig, config: &LoraConfig, is_cpu: bool) -> (u64, u64) {
+    let rank = config.rank as u64;
+    let (mut numbers, mut panels) = (0, 0);
+    for (name, shape) in tensor_shapes(model) {
+        let Some(path) = name.strip_suffix(".weight") else {
+            continue;
+        };
+        let is_linear = LINEAR_MODULES.iter().any(|module| path.ends_with(module));
+        if let [outputs, inputs] = *shape.as_slice()
+            && is_linear
+            && config.adapts(path)
+        {
+            let (outputs, inputs) = (outputs as u64, inputs as u64);
+            numbers += rank * (outputs + inputs);
+            panels += 4 * (padded(rank) * inputs + padded(outputs) * rank);
+        }
+    }
+    (numbers, if is_cpu { panels } else { 0 })
+}
+
+/// Widths of a model.
+struct Sizes {
+    hidden: u64,
+    inner: u64,
+    keys: u64,
+    /// Numbers that a layer's backward pass reads, a token.
+    kept: u64,
+    parameters: u64,
+}
+
+impl Sizes {
+    fn new(model: &ModelConfig) -> Self {
+        let hidden = model.hidden_size as u64;
+        let inner = model.intermediate_size as u64;
+        let heads = model.num_attention_heads as u64;
+        let queries = heads * model.head_dim as u64;
+        let keys = (model.num_key_value_heads * model.head_dim) as u64;
+        let unnormed = if model.has_qk_norm() {
+            queries + keys
+        } else {
+            0
+        };
+        Self {
+            hidden,
+            inner,
+            keys,
+            // Input, normed, middle, normed again; queries, keys, values, what attention made of them
+            // and its log-sum-exp; gate, up and their product.
+            kept: 4 * hidden + 2 * queries + 2 * keys + unnormed + heads + 3 * inner,
+            parameters: parameter_count(model) as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,152 @@
+//! Plans of models that people run, and of one whose memory was measured.
+
+use super::*;
+
+const GIB: u64 = 1 << 30;
+
+/// Returns a model of this shape, as its `config.json` has it.
+fn model(
+    kind: &str,
+    [hidden, inner, layers, heads, kv_heads, head_dim, vocab]: [usize; 7],
+    is_tied: bool,
+) -> ModelConfig {
+    let json = serde_json::json!({
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": head_dim,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": is_tied,
+    });
+    ModelConfig::from_json(&json.to_string()).unwrap()
+}
+
+fn qwen3_1_7b() -> ModelConfig {
+    model("qwen3", [2048, 6144, 28, 16, 8, 128, 151_936], true)
+}
+
+fn qwen3_8b() -> ModelConfig {
+    model("qwen3", [4096, 12_288, 36, 32, 8, 128, 151_936], false)
+}
+
+fn qwen2_5_7b() -> ModelConfig {
+    model("qwen2", [3584, 18_944, 28, 28, 4, 128, 152_064], false)
+}
+
+fn smollm2_135m() -> ModelConfig {
+    model("llama", [576, 1536, 30, 9, 3, 64, 49_152], true)
+}
+
+fn lora_on_gpu() -> PlanRequest {
+    PlanRequest {
+        place: Place::Gpu,
+        trainable: Trainable::Lora(LoraConfig::default()),
+        recompute: true,
+        micro_batch_tokens: 4096,
+        longest: 4096,
+        cache_tokens: 65_536,
+    }
+}
+
+#[test]
+fn models_fit_the_cards_that_they_are_said_to_fit() {
+    for (name, model, parameters, card) in [
+        ("Qwen3-1.7B", qwen3_1_7b(), 1_720_574_976, 16),
+        ("Qwen3-8B", qwen3_8b(), 8_190_735_360, 48),
+        ("Qwen2.5-7B", qwen2_5_7b(), 7_615_616_512, 48),
+    ] {
+        let plan = plan(&model, &lora_on_gpu());
+        assert_eq!(plan.weights, 2 * parameters, "{name}");
+        assert!(plan.peak() <= card * GIB, "{name}: {plan:?}");
+        // The weights are not all that a plan counts.
+        assert!(plan.peak() > plan.weights + 2 * GIB, "{name}: {plan:?}");
+    }
+}
+
+/// `scripts/compare/trainer.py` measured 1.26 GB at the most for its LoRA step, loading included.
+#[test]
+fn the_plan_of_the_reference_step_is_what_was_measured() {
+    const MEASURED: f64 = 1.26e9;
+    let request = PlanRequest {
+        place: Place::Cpu,
+        recompute: false,
+        micro_batch_tokens: 512,
+        longest: 256,
+        cache_tokens: 0,
+        ..lora_on_gpu()
+    };
+    let plan = plan(&smollm2_135m(), &request);
+    assert_eq!(plan.trained, 4_884_480);
+    let error = plan.peak() as f64 / MEASURED - 1.0;
+    assert!(error.abs() < 0.1, "{error}: {plan:?}");
+}
+
+#[test]
+fn what_a_budget_allows_fits_it_and_one_step_more_does_not() {
+    let model = smollm2_135m();
+    let request = PlanRequest {
+        place: Place::Cpu,
+        recompute: false,
+        micro_batch_tokens: 16_384,
+        longest: 300,
+        ..lora_on_gpu()
+    };
+    let peak = |tokens| {
+        let request = PlanRequest {
+            micro_batch_tokens: tokens,
+            ..request.clone()
+        };
+        plan(&model, &request).training()
+    };
+    let request = PlanRequest {
+        cache_tokens: 0,
+        ..request.clone()
+    };
+    for budget in [GIB * 5 / 4, 2 * GIB, 4 * GIB] {
+        let tokens = largest_micro_batch(&model, &request, budget).unwrap();
+        assert!(
+            peak(tokens) <= budget && peak(tokens + 64) > budget,
+            "{tokens}"
+        );
+    }
+    assert_eq!(
+        largest_micro_batch(&model, &request, 100 * GIB),
+        Some(16_384)
+    );
+    assert_eq!(largest_micro_batch(&model, &request, GIB / 4), None);
+}
+
+#[test]
+fn a_budget_prefers_passes_that_keep_what_they_made() {
+    let model = smollm2_135m();
+    let request = PlanRequest {
+        place: Place::Cpu,
+        recompute: true,
+        micro_batch_tokens: 16_384,
+        longest: 1000,
+        cache_tokens: 0,
+        ..lora_on_gpu()
+    };
+    let roomy = choose(&model, &request, 4 * GIB).unwrap();
+    assert!(
+        !roomy.recompute && roomy.micro_batch_tokens >= 1000,
+        "{roomy:?}"
+    );
+    let tight = choose(&model, &request, GIB * 5 / 4).unwrap();
+    assert!(
+        tight.recompute && tight.micro_batch_tokens >= 1000,
+        "{tight:?}"
+    );
+    assert_eq!(choose(&model, &request, GIB / 2), None);
+}
+
+#[test]
+fn full_training_holds_four_numbers_more_for_each_weight() {
+    let model = qwen3_1_7b();
+    let full = PlanRequest {
+        trainable: Trainable::Full,
+        ..lora_on_gpu()
+    };
+    let plan = plan(&model, &full);
+    assert_eq!(plan.trained, 1_720_574_976);
+    assert_eq!(plan.optimizer + plan.gradients, 12 * plan.trained);
+    assert_eq!(plan.adapter, 0);
+}
