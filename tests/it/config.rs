@@ -240,9 +240,38 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`eval.k` is `[1, 8]`; name each from 1 to `eval.samples` (1)"
 )]
 #[case("task.limit=0", "`task.limit` is `0`; leave it out for all tasks")]
+#[case(
+    "trainer.overlong_limit=5000",
+    "`trainer.overlong_limit` is `5000`; make it at most `rollout.max_total_tokens` (4096)"
+)]
+#[case(
+    "trainer.gae_lambda=1.5",
+    "`trainer.gae_lambda` is `1.5`; make it from 0 to 1"
+)]
+#[case(
+    "watch.ratio=skip",
+    "`watch.ratio` is `skip`; make it `warn` or `stop`"
+)]
+#[case(
+    "watch.max_truncated=2",
+    "`watch.max_truncated` is `2`; make it from 0 to 1"
+)]
 fn a_senseless_value_is_named_with_its_remedy(#[case] set: &str, #[case] expected: &str) {
     let error = message(&with(set).unwrap_err());
     assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn tokens_that_are_credited_one_by_one_need_no_group() {
+    let alone = "rollout.group_size=1";
+    with(alone).unwrap_err();
+    for advantage in ["gae", "reinforce_plus_plus"] {
+        let advantage = format!("trainer.advantage={advantage}");
+        RunConfig::from_toml(LEAST, &[&advantage, alone]).unwrap();
+        let gdpo = "trainer.reward_aggregation=gdpo";
+        let error = RunConfig::from_toml(LEAST, &[&advantage, gdpo]).unwrap_err();
+        assert!(message(&error).contains("make it `sum`"), "{error}");
+    }
 }
 
 #[test]
