@@ -118,7 +118,7 @@ fn page() -> String {
         .partition(|(_, kind, _)| known.contains_key(kind));
     page.push_str("\n| key | |\n|---|---|\n");
     for (name, _, documentation) in top {
-        writeln!(page, "| `{name}` | {} |", plain(documentation)).unwrap();
+        writeln!(page, "| `{name}` | {} |", plain(documentation)).expect("a string takes all");
     }
     for (section, kind, documentation) in sections {
         let introduction = plain(documentation);
@@ -126,14 +126,15 @@ fn page() -> String {
             page,
             "\n## `[{section}]`\n\n{introduction}\n\n| key | |\n|---|---|\n"
         )
-        .unwrap();
+        .expect("a string takes all");
         for (name, kind, documentation) in &known[kind].members {
-            write!(page, "| `{name}` | {}", plain(documentation)).unwrap();
+            write!(page, "| `{name}` | {}", plain(documentation)).expect("a string takes all");
             let inner = kind.trim_start_matches("Option<").trim_end_matches('>');
             if let Some(choice) = known.get(inner).filter(|item| item.is_enum) {
                 for (variant, _, documentation) in &choice.members {
                     let value = value_name(variant, &choice.renames);
-                    write!(page, "<br>`{value}`: {}", plain(documentation)).unwrap();
+                    write!(page, "<br>`{value}`: {}", plain(documentation))
+                        .expect("a string takes all");
                 }
             }
             page.push_str(" |\n");
