@@ -260,7 +260,7 @@ fn signed(micro: &MicroBatch) -> MicroBatch {
 
 /// Returns the most memory that the process has had, if the system says so.
 fn peak_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let status = fs_err::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kibibytes * 1024)

@@ -75,7 +75,7 @@ fn plan_needs_a_configuration_and_no_weights() {
         "num_key_value_heads": 8, "vocab_size": 151_936, "rms_norm_eps": 1e-6,
         "rope_theta": 1e6, "max_position_embeddings": 40_960, "tie_word_embeddings": true,
     });
-    std::fs::write(&file, config.to_string()).expect("it is written");
+    fs_err::write(&file, config.to_string()).expect("it is written");
     let plan = |model: &Path, more: &[&str]| {
         let model = model.to_str().expect("a path in UTF-8");
         let output = wardian(&[&["plan", "--model", model][..], more].concat());

@@ -339,7 +339,7 @@ impl<'a> Pass<'a> {
             let mut parts = Vec::new();
             for heads in self.head_chunks(group) {
                 let [q, k, v] = self.heads_of(qkv, &heads)?;
-                parts.push(self.attend(group, &q, &k, &v)?);
+                parts.push(Self::attend(group, &q, &k, &v)?);
             }
             groups.push(Tensor::cat(&parts, 1)?);
         }
@@ -366,7 +366,7 @@ impl<'a> Pass<'a> {
                 let some = self.heads_of(qkv, &heads)?;
                 let doutput = dgroup.narrow(1, width * heads.start, width * heads.len())?;
                 let found = chain(some.each_ref(), [&doutput], &[], gradients, |[q, k, v]| {
-                    Ok([self.attend(group, q, k, v)?])
+                    Ok([Self::attend(group, q, k, v)?])
                 })?;
                 for (parts, part) in parts.iter_mut().zip(found) {
                     parts.push(part);
@@ -392,7 +392,6 @@ impl<'a> Pass<'a> {
     /// Attends within one group of segments with the heads of `q`; returns
     /// `[tokens, heads * head_dim]`.
     fn attend(
-        &self,
         group: &SegmentGroup,
         q: &Tensor,
         k: &Tensor,

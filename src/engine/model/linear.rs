@@ -1,6 +1,5 @@
 //! Weights with a name, and linear layers with an optional adapter.
 
-use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -60,23 +59,6 @@ impl PanelCache {
     }
 }
 
-/// The rows of a matrix, one after the other.
-pub(crate) enum MatrixRows<'a, T> {
-    Tensor(Values<'a, T>),
-    Copy(Vec<T>),
-}
-
-impl<T: Real> Deref for MatrixRows<'_, T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        match self {
-            Self::Tensor(values) => values,
-            Self::Copy(values) => values,
-        }
-    }
-}
-
 impl Parameter {
     /// Returns a tensor that no training changes.
     pub(super) fn frozen(name: String, tensor: &Tensor) -> Self {
@@ -124,22 +106,12 @@ impl Parameter {
         self.slot
     }
 
-    /// Returns the matrix as the forward products read it.
+    /// Returns the matrix as products read it.
     pub(crate) fn panels<T: Real>(&self) -> candle_core::Result<Arc<Panels<T>>> {
         match &self.values {
             Stored::Packed(packed) => packed.panels(),
             Stored::Variable(tensor, cache) => cache.packed(tensor)?.panels(),
             Stored::Tensor(tensor) => Packed::new(tensor, WeightFormat::Wide)?.panels(),
-        }
-    }
-
-    /// Returns the matrix as the backward products read it.
-    pub(crate) fn rows<T: Real>(&self) -> candle_core::Result<MatrixRows<'_, T>> {
-        match &self.values {
-            Stored::Packed(packed) => Ok(MatrixRows::Copy(packed.panels::<T>()?.unpack())),
-            Stored::Variable(tensor, _) | Stored::Tensor(tensor) => {
-                Ok(MatrixRows::Tensor(Values::of(tensor)?))
-            }
         }
     }
 
@@ -153,7 +125,7 @@ impl Parameter {
             packed.panels::<T>()?.copy_rows(indices, target);
             return Ok(());
         }
-        let values = self.rows::<T>()?;
+        let values = Values::<T>::of(self.tensor())?;
         let width = target.len() / indices.len().max(1);
         for (&index, target) in indices.iter().zip(target.chunks_exact_mut(width.max(1))) {
             target.copy_from_slice(&values[index as usize * width..][..width]);

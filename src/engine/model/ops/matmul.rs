@@ -1,5 +1,5 @@
-//! Matrix products of any strides, through the `gemm` crate: what backward passes need. Forward products
-//! are in [`panels`](super::panels).
+//! Matrix products of any strides, through the `gemm` crate: gradients of whole matrices and of attention.
+//! Products with weights are in [`panels`](super::panels).
 
 use gemm::Parallelism;
 
