@@ -27,8 +27,10 @@ pub(super) struct Observation {
 pub(super) struct ToolText {
     /// What the tool says.
     pub(super) text: String,
-    /// Whether the episode is over, and its reward.
-    pub(super) end: Option<Option<f64>>,
+    /// Whether the episode is over.
+    pub(super) done: bool,
+    /// Its reward, where there is one.
+    pub(super) reward: Option<f64>,
 }
 
 /// Why a reset or a step has no observation. What the policy did is never among the reasons.

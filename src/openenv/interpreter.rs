@@ -52,7 +52,7 @@ enum Place {
     Fresh,
     Live(Session),
     /// Idle for long: its changed pages.
-    Parked(Snapshot),
+    Parked(Box<Snapshot>),
     Lost {
         exit: String,
     },
@@ -148,7 +148,7 @@ impl Interpreter {
                 }
                 // At rest they need none.
                 Err(SandboxError::PoolExhausted { .. }) => {
-                    let snapshot = session.snapshot()?;
+                    let snapshot = Box::new(session.snapshot()?);
                     (0..count)
                         .map(|_| copy(Place::Parked(snapshot.clone())))
                         .collect()
@@ -170,7 +170,7 @@ impl Interpreter {
             Err(SandboxError::FilesNotSaved) => return Ok(false),
             Err(error) => return Err(error.into()),
         };
-        self.place = Place::Parked(snapshot);
+        self.place = Place::Parked(Box::new(snapshot));
         Ok(true)
     }
 }

@@ -302,7 +302,6 @@ async fn keep(app: Arc<App>) {
             .count_reaped(app.sessions.reap(app.config.session_timeout));
         for session in app.sessions.idle_for(app.config.park_after) {
             let resting = Arc::clone(&app);
-            // Weak would do, too: a session that is gone meanwhile has nothing to park.
             app.steps.submit(Weight::Heavy, move || {
                 let Some(mut episode) = session.idle_episode() else {
                     return;

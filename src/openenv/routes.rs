@@ -1,5 +1,10 @@
 //! The HTTP routes.
 
+#![expect(
+    clippy::result_large_err,
+    reason = "an error is a response, made once a request"
+)]
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,7 +50,7 @@ const OF_RANGE: &[Field] = &[
     Field::nullable("stop", Kind::Integer),
 ];
 
-/// An answer in FastAPI's shape.
+/// An answer in `FastAPI`'s shape.
 pub(super) fn detail(status: StatusCode, detail: impl Into<Value>) -> Response {
     (status, Json(json!({"detail": detail.into()}))).into_response()
 }
@@ -389,7 +394,7 @@ pub(super) async fn task_range(
     answered(answer())
 }
 
-/// Lists the routes in the form of OpenAPI.
+/// Lists the routes in the form of `OpenAPI`.
 pub(super) async fn openapi() -> Json<Value> {
     let operation = |summary: &str| {
         json!({

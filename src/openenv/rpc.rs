@@ -28,11 +28,16 @@ const REQUEST: &[Field] = &[
     Field::optional("id", Kind::Id),
 ];
 
+#[expect(clippy::needless_pass_by_value, reason = "data is made for the answer")]
 fn failed(id: &Value, code: i32, message: impl Into<String>, data: Value) -> Value {
     let error = json!({"code": code, "message": message.into(), "data": data});
     json!({"jsonrpc": "2.0", "id": id, "error": error})
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "a result is made for the answer"
+)]
 fn succeeded(id: &Value, result: Value) -> Value {
     json!({"jsonrpc": "2.0", "id": id, "result": result})
 }
@@ -40,6 +45,11 @@ fn succeeded(id: &Value, result: Value) -> Value {
 /// Returns the answer to what is no JSON.
 pub(super) fn parse_error(message: String) -> Value {
     failed(&Value::Null, PARSE_ERROR, message, Value::Null)
+}
+
+/// Returns the answer where a socket cannot have the session that it asks for.
+pub(super) fn not_attached(message: String) -> Value {
+    failed(&Value::Null, INVALID_PARAMS, message, Value::Null)
 }
 
 /// Returns the answer where there is no slot.

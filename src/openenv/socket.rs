@@ -187,7 +187,7 @@ pub(super) async fn serve(
     let session = match attach_to {
         Some(id) => app.sessions.attach(&id).map_err(|message| match dialect {
             Dialect::Frames => wire::error(&message, "SESSION_ERROR"),
-            Dialect::Rpc => wire::python_json(&rpc::parse_error(message)),
+            Dialect::Rpc => wire::python_json(&rpc::not_attached(message)),
         }),
         None => {
             let session = Session::new(app.gym.open());

@@ -13,7 +13,7 @@ use super::gym::{Episode, Gym, Observation, StepError, Tasks, ToolText};
 use super::python::{Progress, natural};
 use super::validate::{self, Field, Invalid, Kind};
 use crate::chat::{ParsedTurn, ToolCall, ToolSpec};
-use crate::env::{EnvError, Environment, ToolEnvironment, ToolEnvironmentConfig};
+use crate::env::{EnvError, Environment as _, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
 use crate::sandbox::{
     Cancel, Dialogue, DialogueOutcome, ExecOutcome, ExecRequest, Limits, Sandbox, SandboxError,
@@ -297,7 +297,7 @@ impl TaskEpisode {
         tool: &str,
         arguments: &Map<String, Value>,
         cancel: &Cancel,
-    ) -> Result<(ToolText, bool), StepError> {
+    ) -> Result<ToolText, StepError> {
         let begun = self.begun.as_mut().ok_or(StepError::NoEpisode)?;
         if begun.is_over {
             return Err(StepError::Refused {
@@ -328,8 +328,11 @@ impl TaskEpisode {
             let status = json!(status);
             text.push_str(status.as_str().unwrap_or_default());
         }
-        let end = result.done.then_some(result.reward);
-        Ok((ToolText { text, end }, result.done))
+        Ok(ToolText {
+            text,
+            done: result.done,
+            reward: result.reward,
+        })
     }
 
     /// Returns what is wrong with a call: `error_type` and `message`.
@@ -353,9 +356,10 @@ impl TaskEpisode {
 
 /// Returns a tool's result as MCP clients of OpenEnv read it.
 pub(super) fn tool_result(result: &ToolText) -> Value {
+    let reward = result.reward;
     let meta = result
-        .end
-        .map(|reward| json!({"wardian": {"done": true, "reward": reward}}));
+        .done
+        .then(|| json!({"wardian": {"done": true, "reward": reward}}));
     json!({
         "content": [{"type": "text", "text": result.text, "annotations": null, "meta": null}],
         "structured_content": {"result": result.text},
@@ -452,13 +456,13 @@ impl Episode for TaskEpisode {
             });
         }
         let before = self.fuel();
-        let (result, done) = self.use_tool(tool, arguments, cancel)?;
+        let result = self.use_tool(tool, arguments, cancel)?;
         fields.insert("result".to_owned(), tool_result(&result));
         fields.insert("error".to_owned(), Value::Null);
         Ok(Observation {
             fields,
-            reward: result.end.flatten(),
-            done,
+            reward: result.reward,
+            done: result.done,
             fuel: self.fuel() - before,
             ..Observation::default()
         })
@@ -482,7 +486,6 @@ impl Episode for TaskEpisode {
             return Err(StepError::Refused { message });
         }
         self.use_tool(tool, arguments, cancel)
-            .map(|(result, _)| result)
     }
 
     fn fork(&mut self, count: usize) -> Result<Vec<Box<dyn Episode>>, StepError> {

@@ -708,6 +708,10 @@ mod with_tasks {
         TestServer::start(environment, ServerConfig::default()).await
     }
 
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments are made for the call"
+    )]
     fn call(tool: &str, arguments: Value) -> Value {
         json!({"type": "step", "data": {
             "type": "call_tool", "tool_name": tool, "arguments": arguments,

@@ -68,13 +68,13 @@ impl Invalid {
         self
     }
 
-    /// Says where in a body it is, as FastAPI does.
+    /// Says where in a body it is, as `FastAPI` does.
     pub(super) fn in_body(mut self) -> Self {
         self.location.insert(0, json!("body"));
         self
     }
 
-    /// Returns the report; pydantic's own has the address of its documentation, FastAPI's has not.
+    /// Returns the report; pydantic's own has the address of its documentation, `FastAPI`'s has not.
     pub(super) fn report(&self, with_docs: bool) -> Value {
         let mut report = json!({
             "type": self.kind,

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use serde::Serialize;
+use serde::Serialize as _;
 use serde_json::ser::{CompactFormatter, Formatter};
 use serde_json::{Map, Value, json};
 
