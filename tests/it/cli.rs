@@ -81,8 +81,8 @@ fn plan_needs_a_configuration_and_no_weights() {
         let output = wardian(&[&["plan", "--model", model][..], more].concat());
         (
             output.status.code(),
-            text(&output.stdout).to_owned(),
-            text(&output.stderr).to_owned(),
+            text(&output.stdout),
+            text(&output.stderr),
         )
     };
     // A folder is as good as its file.
