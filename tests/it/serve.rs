@@ -315,7 +315,6 @@ impl Drop for Talk {
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "a test says that it is skipped")]
 fn a_real_model_holds_a_conversation() {
     let Ok(model) = std::env::var("WARDIAN_SMOLLM2_GGUF") else {
         println!("skipped: WARDIAN_SMOLLM2_GGUF is not set");
