@@ -209,6 +209,7 @@ impl Step {
                 logprobs: vec![-10.0; length],
                 reference: None,
                 advantage: if index % 2 == 0 { 1.0 } else { -1.0 },
+                credit: None,
             })
             .collect();
         Self {
