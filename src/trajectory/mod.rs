@@ -33,7 +33,8 @@ pub struct Trajectory {
     pub group: u64,
     /// Which sample of its group it is, from 0.
     pub sample: u32,
-    /// The version of the policy that sampled it: how many optimizer steps it had made.
+    /// The optimizer step that learns from it, from 1, before which the policy sampled it; of a
+    /// measurement, how many steps the policy had made.
     pub policy_step: u64,
     /// The conversation, the task's messages first.
     pub messages: Vec<Message>,
