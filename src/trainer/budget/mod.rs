@@ -228,7 +228,7 @@ pub struct MicroBatches {
 
 /// Returns how a run stays below `budget` bytes, or `None` if it cannot.
 ///
-/// Layers are run again only if a pass over the longest episode, or over [`WORTHWHILE_TOKENS`], would
+/// Layers are run again only if a pass over the longest episode, or over 256 tokens, would
 /// not fit otherwise: that takes a third more arithmetic, small micro-batches next to nothing. The
 /// choice depends on nothing but the arguments, so that a run that goes on makes it again.
 #[must_use]
