@@ -26,9 +26,30 @@ const MAX_FILTER_BYTES: usize = 16 << 20;
 /// );
 /// ```
 pub fn to_python_json(value: &serde_json::Value) -> String {
+    dumps(value, Style::default())
+}
+
+/// Returns `value` as Python's `json.dumps(value)` prints it: in ASCII.
+///
+/// ```
+/// let value = serde_json::json!({"a": ["é", true, null]});
+/// assert_eq!(
+///     wardian::chat::to_ascii_python_json(&value),
+///     r#"{"a": ["\u00e9", true, null]}"#
+/// );
+/// ```
+pub fn to_ascii_python_json(value: &serde_json::Value) -> String {
+    let style = Style {
+        ensure_ascii: true,
+        ..Style::default()
+    };
+    dumps(value, style)
+}
+
+fn dumps(value: &serde_json::Value, style: Style) -> String {
     // A `serde_json::Value` holds no callable, byte string or invalid value and JSON numbers are
     // finite; a tree that is too deep cannot come out of serde_json's parser.
-    Writer::new(Style::default(), usize::MAX)
+    Writer::new(style, usize::MAX)
         .finish(&Value::from(Serde(value)))
         .unwrap_or_else(|_| value.to_string())
 }
@@ -302,5 +323,14 @@ mod tests {
     fn big_integers_keep_their_digits() {
         let value: serde_json::Value = serde_json::from_str("[12345678901234567890, -5]").unwrap();
         assert_eq!(to_python_json(&value), "[12345678901234567890, -5]");
+    }
+
+    #[test]
+    fn json_in_ascii_is_as_python_writes_it() {
+        let value = serde_json::json!({"a": [1, "é\n😀"], "b": {"c": null}});
+        assert_eq!(
+            to_ascii_python_json(&value),
+            "{\"a\": [1, \"\\u00e9\\n\\ud83d\\ude00\"], \"b\": {\"c\": null}}"
+        );
     }
 }

@@ -17,7 +17,7 @@ mod tool_parser;
 
 use std::sync::Arc;
 
-pub use json::to_python_json;
+pub use json::{to_ascii_python_json, to_python_json};
 pub use message::{Message, Role, ToolCall, ToolSpec};
 #[cfg(any(fuzzing, test))]
 pub use template::fuzz_template;

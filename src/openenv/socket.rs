@@ -19,6 +19,7 @@ use super::rpc;
 use super::sessions::Session;
 use super::validate::{self, Field, Invalid, Kind};
 use super::wire::{self, capacity_message};
+use crate::chat::to_ascii_python_json;
 
 const PING_EVERY: Duration = Duration::from_secs(20);
 const DEAD_AFTER: Duration = Duration::from_secs(60);
@@ -187,7 +188,7 @@ pub(super) async fn serve(
     let session = match attach_to {
         Some(id) => app.sessions.attach(&id).map_err(|message| match dialect {
             Dialect::Frames => wire::error(&message, "SESSION_ERROR"),
-            Dialect::Rpc => wire::python_json(&rpc::not_attached(message)),
+            Dialect::Rpc => to_ascii_python_json(&rpc::not_attached(message)),
         }),
         None => {
             let session = Session::new(app.gym.open());
@@ -207,7 +208,7 @@ pub(super) async fn serve(
                             }),
                         ),
                         Dialect::Rpc => {
-                            wire::python_json(&rpc::at_capacity(&Value::Null, capacity))
+                            to_ascii_python_json(&rpc::at_capacity(&Value::Null, capacity))
                         }
                     })
                 }
@@ -280,7 +281,7 @@ async fn converse(
                     }
                     Err(fault) => rpc::parse_error(format!("Parse error: {}", fault.describe())),
                 };
-                (Some(wire::python_json(&answer)), After::GoOn)
+                (Some(to_ascii_python_json(&answer)), After::GoOn)
             }
         };
         if let Some(reply) = reply {

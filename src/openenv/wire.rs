@@ -1,9 +1,5 @@
-//! Frames of `/ws` and JSON as Python writes it.
+//! Frames of `/ws`.
 
-use std::io;
-
-use serde::Serialize as _;
-use serde_json::ser::{CompactFormatter, Formatter};
 use serde_json::{Map, Value, json};
 
 use super::gym::Observation;
@@ -59,68 +55,6 @@ pub(super) fn error(message: &str, code: &str) -> String {
 /// What a client is told when there is no room for its session.
 pub(super) fn capacity_message(active: usize, max: usize) -> String {
     format!("Server at capacity: {active}/{max} sessions active. Cannot accept new connections.")
-}
-
-/// Returns JSON as Python's `json.dumps` writes it: spaces after `,` and `:`, ASCII only.
-pub(super) fn python_json(value: &Value) -> String {
-    let mut bytes = Vec::new();
-    let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, PythonFormatter);
-    value
-        .serialize(&mut serializer)
-        .expect("a value is written to memory");
-    String::from_utf8(bytes).expect("JSON is UTF-8")
-}
-
-struct PythonFormatter;
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
-
-    fn write_string_fragment<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        fragment: &str,
-    ) -> io::Result<()> {
-        if fragment.is_ascii() {
-            return CompactFormatter.write_string_fragment(writer, fragment);
-        }
-        for character in fragment.chars() {
-            if character.is_ascii() {
-                write!(writer, "{character}")?;
-            } else {
-                for unit in character.encode_utf16(&mut [0; 2]) {
-                    write!(writer, "\\u{unit:04x}")?;
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Where and why Python's `json` refuses a text.
@@ -244,14 +178,5 @@ mod tests {
             let fault = read_json(text).expect_err(text);
             assert_eq!(fault.describe(), expected, "{text:?}");
         }
-    }
-
-    #[test]
-    fn json_is_written_as_python_does() {
-        let value = json!({"a": [1, "é\n😀"], "b": {"c": null}});
-        assert_eq!(
-            python_json(&value),
-            "{\"a\": [1, \"\\u00e9\\n\\ud83d\\ude00\"], \"b\": {\"c\": null}}"
-        );
     }
 }
