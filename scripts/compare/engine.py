@@ -28,7 +28,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from peers import ROOT, Missing, note, run_or_miss
+from peers import ROOT, Missing, note, replace_table, run_or_miss
 from process import Failed, Process
 
 HERE = Path(__file__).resolve().parent
@@ -280,17 +280,6 @@ def table(result):
     return "\n".join(lines) + "\n"
 
 
-def write_docs(text):
-    path = ROOT / "docs" / "engine.md"
-    page = path.read_text()
-    before, found, rest = page.partition(MARKERS[0])
-    _, closed, after = rest.partition(MARKERS[1])
-    if not found or not closed:
-        sys.exit(f"docs/engine.md lacks the markers {MARKERS[0]} and {MARKERS[1]}")
-    path.write_text(f"{before}{MARKERS[0]}\n{text}{MARKERS[1]}{after}")
-    note("docs/engine.md: table replaced")
-
-
 def measure(names, options):
     path = weights(options)
     os.environ[WEIGHTS] = str(path)
@@ -357,7 +346,7 @@ def main():
         result = measure(names, given)
     text = table(result)
     if given.write_docs:
-        write_docs(text)
+        replace_table("docs/engine.md", MARKERS, text)
     if given.json:
         print(json.dumps(result, indent=2))
     elif not given.write_docs:

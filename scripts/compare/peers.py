@@ -49,6 +49,19 @@ class Options:
     max_sessions: int
 
 
+def replace_table(page, markers, table):
+    """Puts a table between its markers on a page of the repository."""
+    path = ROOT / page
+    text = path.read_text()
+    start, end = markers
+    before, found, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        sys.exit(f"{page} lacks the markers {start} and {end}")
+    path.write_text(f"{before}{start}\n{table}{end}{after}")
+    note(f"{page}: table replaced")
+
+
 def note(text):
     print(text, file=sys.stderr, flush=True)
 

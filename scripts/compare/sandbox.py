@@ -28,24 +28,12 @@ from pathlib import Path
 
 import report
 from comparison import PROGRAMS, compare
-from peers import ALIASES, PEERS, ROOT, Options, native_python, note
+from peers import ALIASES, PEERS, Options, native_python, note, replace_table
 
 MARKERS = (
     "<!-- sandbox table: scripts/compare/sandbox.py --write-readme -->",
     "<!-- end -->",
 )
-
-
-def write_readme(table):
-    path = ROOT / "README.md"
-    readme = path.read_text()
-    start, end = MARKERS
-    before, found, rest = readme.partition(start)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        sys.exit(f"README.md lacks the markers {start} and {end}")
-    path.write_text(f"{before}{start}\n{table}{end}{after}")
-    note("README.md: table replaced")
 
 
 def arguments():
@@ -100,7 +88,7 @@ def main():
         measured, missing = compare(names, options)
         result = report.make(measured, missing, options, load)
     if given.write_readme:
-        write_readme(report.markdown(result))
+        replace_table("README.md", MARKERS, report.markdown(result))
     if given.json:
         print(json.dumps(result, indent=2))
     elif given.markdown:

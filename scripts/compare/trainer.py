@@ -38,7 +38,7 @@ from pathlib import Path
 
 import engine
 from engine import OURS, THREADS, WEIGHTS
-from peers import ROOT, Missing, note
+from peers import ROOT, Missing, note, replace_table
 from process import Failed, Process
 
 HERE = Path(__file__).resolve().parent
@@ -361,17 +361,6 @@ def table(result):
     return "\n".join(lines) + "\n"
 
 
-def write_docs(text):
-    path = ROOT / "docs" / "training.md"
-    page = path.read_text()
-    before, found, rest = page.partition(MARKERS[0])
-    _, closed, after = rest.partition(MARKERS[1])
-    if not found or not closed:
-        sys.exit(f"docs/training.md lacks the markers {MARKERS[0]} and {MARKERS[1]}")
-    path.write_text(f"{before}{MARKERS[0]}\n{text}{MARKERS[1]}{after}")
-    note("docs/training.md: table replaced")
-
-
 def arguments():
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser = argparse.ArgumentParser(
@@ -411,7 +400,7 @@ def main():
             sys.exit(str(reason))
     text = table(result)
     if given.write_docs:
-        write_docs(text)
+        replace_table("docs/training.md", MARKERS, text)
     if given.json:
         print(json.dumps(result, indent=2))
     elif not given.write_docs:
