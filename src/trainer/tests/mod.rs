@@ -100,6 +100,24 @@ fn gradients(
     (gradients, metrics)
 }
 
+/// Holds every number of two gradients to be alike within `bound`.
+#[track_caller]
+fn assert_alike(
+    expected: &crate::engine::model::Gradients,
+    found: &crate::engine::model::Gradients,
+    bound: f64,
+) {
+    for index in 0..expected.len() {
+        let difference = (expected.tensor(index).unwrap() - found.tensor(index).unwrap()).unwrap();
+        let worst = difference.abs().unwrap().max_all().unwrap();
+        assert!(
+            worst.to_scalar::<f64>().unwrap() < bound,
+            "{}",
+            expected.name(index)
+        );
+    }
+}
+
 /// Returns the loss without any backward pass.
 fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64 {
     let config = loss_config();
@@ -194,21 +212,7 @@ fn micro_batches_and_recomputation_do_not_change_the_gradient(
         let (split, found) = gradients(&decoder, &sequences, budget, pass);
         assert!((found.loss - metrics.loss).abs() < 1e-12);
         assert_eq!(found.tokens, metrics.tokens);
-        for index in 0..whole.len() {
-            let difference = (whole.tensor(index).unwrap() - split.tensor(index).unwrap()).unwrap();
-            let worst = difference
-                .abs()
-                .unwrap()
-                .flatten_all()
-                .unwrap()
-                .max(0)
-                .unwrap();
-            assert!(
-                worst.to_scalar::<f64>().unwrap() < 1e-12,
-                "{}",
-                whole.name(index)
-            );
-        }
+        assert_alike(&whole, &split, 1e-12);
     }
 }
 
@@ -281,21 +285,7 @@ fn sharing_a_prompt_does_not_change_the_gradient() {
         micro.batch.len() <= separate - 5 * 20,
         "the prompt is there once"
     );
-    for index in 0..apart.len() {
-        let difference = (apart.tensor(index).unwrap() - shared.tensor(index).unwrap()).unwrap();
-        let worst = difference
-            .abs()
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .max(0)
-            .unwrap();
-        assert!(
-            worst.to_scalar::<f64>().unwrap() < 1e-12,
-            "{}",
-            apart.name(index)
-        );
-    }
+    assert_alike(&apart, &shared, 1e-12);
 }
 
 #[rstest]
@@ -323,21 +313,7 @@ fn the_composed_head_agrees_with_the_fused_one(
     let (expected, metrics) = gradients(&fused, &sequences, 20, pass);
     assert!((found_metrics.loss - metrics.loss).abs() < 1e-12);
     assert!((found_metrics.entropy() - metrics.entropy()).abs() < 1e-12);
-    for index in 0..expected.len() {
-        let difference = (expected.tensor(index).unwrap() - found.tensor(index).unwrap()).unwrap();
-        let worst = difference
-            .abs()
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .max(0)
-            .unwrap();
-        assert!(
-            worst.to_scalar::<f64>().unwrap() < 1e-11,
-            "{}",
-            expected.name(index)
-        );
-    }
+    assert_alike(&expected, &found, 1e-11);
     // The same step of the optimizer, too.
     let config = AdamWConfig {
         weight_decay: 0.1,
