@@ -7,9 +7,12 @@
 //! - [`parse_turn_as`] reads what the model wrote back into reasoning, content and tool calls, in the
 //!   [`ToolCallFormat`] of its chat template.
 //!
+//! - [`AnswerGrammar`] says the same beforehand: what an answer that is guided must look like.
+//!
 //! In a multi-turn episode the sampled ids are kept and only [`ChatTemplate::tool_suffix`] is
 //! tokenised: decoding and encoding again may give other ids than the ones that were sampled.
 
+mod grammar;
 mod json;
 mod message;
 mod template;
@@ -17,6 +20,7 @@ mod tool_parser;
 
 use std::sync::Arc;
 
+pub use grammar::{AnswerGrammar, AnswerReasoning, AnswerShape};
 pub use json::{to_ascii_python_json, to_python_json};
 pub use message::{Message, Role, ToolCall, ToolSpec};
 #[cfg(any(fuzzing, test))]

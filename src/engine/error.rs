@@ -144,6 +144,12 @@ pub enum EngineError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A grammar that answers should keep to cannot be used.
+    #[error("cannot guide an answer by this schema: {reason}")]
+    InvalidGrammar {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A sampling parameter makes a distribution that a trainer cannot recompute.
     #[error(
         "`{field}` cannot be used in training: tokens would be drawn from another distribution \

@@ -14,7 +14,7 @@ use tokio::sync::mpsc as events;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    Engine, EngineError, EngineStats, Finished, RequestLimits, SamplingParams, SequenceId,
+    Engine, EngineError, EngineStats, Finished, Guide, RequestLimits, SamplingParams, SequenceId,
     SequenceSeed, TokenLogprob,
 };
 
@@ -27,6 +27,8 @@ pub struct GenerateRequest {
     pub params: SamplingParams,
     /// One completion for each.
     pub seeds: Vec<SequenceSeed>,
+    /// What each completion must look like.
+    pub guide: Option<Guide>,
     /// Whether tokens are told as they are sampled, not only the whole turn.
     pub stream: bool,
 }
@@ -250,10 +252,7 @@ impl Worker {
             events,
             slots,
         } = submitted;
-        let added = self
-            .engine
-            .add_group(&request.prompt, &request.params, &request.seeds);
-        match added {
+        match self.add(&request) {
             Ok(ids) => {
                 let slots = Arc::new(slots);
                 for (index, id) in ids.into_iter().enumerate() {
@@ -273,6 +272,24 @@ impl Worker {
                 drop(events.send(GenerateEvent::Failed(error)));
             }
         }
+    }
+
+    fn add(&mut self, request: &GenerateRequest) -> Result<Vec<SequenceId>, EngineError> {
+        let engine = &mut self.engine;
+        let ids = engine.add_group(&request.prompt, &request.params, &request.seeds)?;
+        let Some(guide) = &request.guide else {
+            return Ok(ids);
+        };
+        let guided = ids
+            .iter()
+            .try_for_each(|&id| engine.set_guide(id, guide.clone()));
+        if let Err(error) = guided {
+            for id in ids {
+                engine.release(id)?;
+            }
+            return Err(error);
+        }
+        Ok(ids)
     }
 
     /// Releases what nobody waits for any more.

@@ -24,6 +24,7 @@
 
 mod error;
 mod gguf;
+mod guide;
 mod handle;
 mod kv_cache;
 mod limits;
@@ -50,6 +51,7 @@ use serde::{Deserialize, Serialize};
 pub use error::EngineError;
 #[cfg(any(fuzzing, test))]
 pub use gguf::fuzz_gguf;
+pub use guide::{Guide, GuideFactory};
 pub use handle::{
     BusyError, EngineHandle, EngineStatus, GenerateEvent, GenerateRequest, GeneratedToken,
     Generation,
@@ -419,6 +421,33 @@ impl Engine {
             self.sequence_mut(member)?.use_adapter(lease.clone());
         }
         Ok(row.map_or(Ok(()), |row| self.cache.free(row))?)
+    }
+
+    /// Holds the turn that a sequence is about to begin to a grammar.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `id` is unknown or within a turn, if the sequence's parameters would keep the turn from
+    /// ending where the grammar does: by `min_new_tokens`, or without the model's stop tokens.
+    pub fn set_guide(&mut self, id: SequenceId, guide: Guide) -> Result<(), EngineError> {
+        let sequence = self.sequence_mut(id)?;
+        if sequence.has_sampled() {
+            return Err(EngineError::StillGenerating { id });
+        }
+        let params = &sequence.params;
+        let refused = |field| EngineError::InvalidSampling {
+            field,
+            reason: "it may keep an answer that is guided from ending where it must".to_owned(),
+        };
+        if params.min_new_tokens > 0 {
+            return Err(refused("min_new_tokens"));
+        }
+        let ends = |token| params.stop_token_ids.contains(token);
+        if !guide.stop_token_ids().iter().all(ends) {
+            return Err(refused("stop_token_ids"));
+        }
+        sequence.use_guide(guide);
+        Ok(())
     }
 
     /// Forgets a sequence, running or not, and frees its part of the cache.

@@ -5,6 +5,7 @@ use std::fmt;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
+use super::guide::Guide;
 use super::kv_cache::RowId;
 use super::model::AdapterLease;
 use super::model::ops::KEYS_PER_BLOCK;
@@ -63,6 +64,8 @@ pub struct Finished {
     pub stop_text: Option<StopText>,
     /// How many tokens of the sequence's prompt were found in the prefix cache.
     pub prefix_hit_tokens: usize,
+    /// Why the turn's [`Guide`] could lead no further: the turn is cut off there.
+    pub guide_failure: Option<String>,
 }
 
 impl Finished {
@@ -126,6 +129,8 @@ pub(super) struct Sequence {
     /// [`Self::use_adapter`].
     pub(super) adapter: Option<AdapterLease>,
     pub(super) random: ChaCha8Rng,
+    /// What the current turn must look like.
+    pub(super) guide: Option<Guide>,
     /// Tokens that the sequence was added with.
     prompt_len: usize,
     /// Names of the first full blocks, as far as they were needed.
@@ -164,6 +169,7 @@ impl Sequence {
             params,
             adapter: None,
             random: seed.generator(),
+            guide: None,
             chain: Vec::new(),
             kept_blocks: 0,
             prefix_hit_tokens: None,
@@ -184,6 +190,7 @@ impl Sequence {
             params: self.params.clone(),
             adapter: self.adapter.clone(),
             random: seed.generator(),
+            guide: None,
             prompt_len: self.prompt_len,
             chain: self.chain.clone(),
             kept_blocks: if row.is_some() { self.kept_blocks } else { 0 },
@@ -198,6 +205,11 @@ impl Sequence {
     /// Returns whether tokens of the current turn have been sampled.
     pub(super) fn is_within_turn(&self) -> bool {
         self.tokens.len() > self.turn.start
+    }
+
+    /// Returns whether the current turn has a token that the model chose.
+    pub(super) fn has_sampled(&self) -> bool {
+        self.turn.is_sampled.contains(&true)
     }
 
     /// Returns the tokens that the cache does not hold yet.
@@ -236,6 +248,13 @@ impl Sequence {
         self.prefix_hit_tokens = None;
     }
 
+    /// Holds the current turn to a grammar; it follows what the turn has already.
+    pub(super) fn use_guide(&mut self, mut guide: Guide) {
+        let turn = &self.tokens[self.turn.start..];
+        turn.iter().for_each(|&token| guide.push(token));
+        self.guide = Some(guide);
+    }
+
     /// Returns what the next token is sampled with: `logits`, `[vocab]`, and all that is known here.
     pub(super) fn row_to_sample<'a>(&'a mut self, logits: &'a [f32]) -> Row<'a> {
         let (prompt, output) = self.tokens.split_at(self.turn.start);
@@ -243,6 +262,7 @@ impl Sequence {
             logits,
             params: &self.params,
             history: History { prompt, output },
+            guide: self.guide.as_mut(),
             random: &mut self.random,
         }
     }
@@ -279,6 +299,9 @@ impl Sequence {
         if self.params.stop_token_ids.contains(&chosen.token) {
             return Ok(Some(Ending::of(FinishReason::Stop)));
         }
+        if let Some(guide) = &mut self.guide {
+            guide.push(chosen.token);
+        }
         if let Some(stop) = self.find_stop(&[chosen.token], tokenizer)? {
             return Ok(Some(stop));
         }
@@ -294,6 +317,9 @@ impl Sequence {
             return Ok(Some(Ending::of(FinishReason::Length)));
         }
         self.push_unsampled(&close);
+        if let Some(guide) = &mut self.guide {
+            close.iter().for_each(|&token| guide.push(token));
+        }
         self.find_stop(&close, tokenizer)
     }
 
@@ -397,6 +423,7 @@ impl Sequence {
     pub(super) fn finish(&mut self, id: SequenceId, ending: Ending) -> Finished {
         self.state = State::Paused;
         let turn = std::mem::take(&mut self.turn);
+        let guide = self.guide.take();
         let tokens = self.tokens[turn.start..].to_vec();
         self.turn.start = self.tokens.len();
         Finished {
@@ -409,6 +436,7 @@ impl Sequence {
             finish_reason: ending.reason,
             stop_text: ending.stop_text,
             prefix_hit_tokens: self.prefix_hit_tokens.unwrap_or(0),
+            guide_failure: guide.and_then(|guide| guide.failure()),
         }
     }
 }

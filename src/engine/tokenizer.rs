@@ -318,6 +318,45 @@ impl Tokenizer {
         self.inner.full.token_to_id(token)
     }
 
+    /// Returns what each of the first `count` tokens adds to the text, as bytes: an added token its
+    /// spelling behind a byte 255, which no text has; nothing where there is no such token.
+    ///
+    /// Byte-level vocabularies spell each byte as a character; others spell blanks as `▁` and bytes
+    /// without a character as `<0x0A>`.
+    pub(super) fn token_bytes(&self, count: usize) -> Vec<Vec<u8>> {
+        let decoder = self.inner.full.get_decoder();
+        let is_byte_level = decoder
+            .and_then(|decoder| serde_json::to_string(decoder).ok())
+            .is_some_and(|decoder| decoder.contains("\"ByteLevel\""));
+        let bytes: BTreeMap<char, u8> = (0..=u8::MAX)
+            .map(|byte| (byte_to_char(byte), byte))
+            .collect();
+        let spell = |spelling: String| {
+            if is_byte_level {
+                return spelling
+                    .chars()
+                    .filter_map(|character| bytes.get(&character).copied())
+                    .collect();
+            }
+            let byte = spelling
+                .strip_prefix("<0x")
+                .and_then(|rest| u8::from_str_radix(rest.strip_suffix('>')?, 16).ok());
+            match byte {
+                Some(byte) => vec![byte],
+                None => spelling.replace('▁', " ").into_bytes(),
+            }
+        };
+        let mut words: Vec<Vec<u8>> = (0..u32::try_from(count).unwrap_or(u32::MAX))
+            .map(|id| self.inner.full.id_to_token(id).map_or_else(Vec::new, spell))
+            .collect();
+        for added in &self.inner.added {
+            if let Some(word) = words.get_mut(added.id as usize) {
+                *word = [&[u8::MAX], added.content.as_bytes()].concat();
+            }
+        }
+        words
+    }
+
     /// Returns the number of tokens, added ones included. A model may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.inner.full.get_vocab_size(true)

@@ -10,11 +10,12 @@ use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
 use super::conversation::{read_message, read_tool};
+use super::guidance::{self, ResponseFormat, ToolChoice};
 use super::stream::{Chunks, Envelope, Streamed, TextSoFar, Usage, collect};
-use super::turn::{TurnReader, call_json, logprobs_json, rest};
+use super::turn::{ReadTurn, TurnReader, call_json, logprobs_json, rest};
 use super::wire::ChatRequest;
 use super::{ApiError, App, unix_seconds};
-use crate::chat::{Message, RenderOptions, ToolSpec};
+use crate::chat::{AnswerReasoning, Message, RenderOptions, ToolSpec};
 use crate::engine::{
     EngineError, FinishReason, Finished, GenerateRequest, GeneratedToken, SamplingParams,
     TokenLogprob,
@@ -97,22 +98,10 @@ pub(super) async fn complete(
 
 fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     app.check_model(&request.common.model)?;
-    if let Some(format) = &request.response_format
-        && format.get("type").and_then(Value::as_str) != Some("text")
-    {
-        let message = "only `{\"type\": \"text\"}` is supported: decoding is not guided";
-        return Err(ApiError::invalid("response_format", message));
-    }
-    let uses_tools = match request.tool_choice.as_ref().map(Value::as_str) {
-        None | Some(Some("auto")) => true,
-        Some(Some("none")) => false,
-        Some(_) => {
-            let message = "only `auto` and `none` are supported: decoding is not guided";
-            return Err(ApiError::invalid("tool_choice", message));
-        }
-    };
+    let format = ResponseFormat::read(request.response_format.as_ref())?;
+    let choice = ToolChoice::read(request.tool_choice.as_ref())?;
     let mut tools: Vec<ToolSpec> = Vec::new();
-    for tool in request.tools.iter().filter(|_| uses_tools) {
+    for tool in request.tools.iter().filter(|_| choice != ToolChoice::None) {
         tools.push(read_tool(tools.len(), tool)?);
     }
     let messages = request
@@ -140,14 +129,21 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     };
     let chat = app.model.template.render(&messages, &tools, &options)?;
     let prompt = app.model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
+    let is_thinking = chat.text.trim_end().ends_with("<think>");
+    let reasoning = match (is_thinking, options.enable_thinking) {
+        (true, _) => AnswerReasoning::Open,
+        (false, Some(false)) => AnswerReasoning::Off,
+        (false, _) => AnswerReasoning::Optional,
+    };
     let common = &request.common;
-    let generate = common.request(app, prompt)?;
+    let mut generate = common.request(app, prompt)?;
+    generate.guide = guidance::guide(app, request, &format, &choice, &tools, reasoning)?;
     Ok(Prepared {
         generate,
         reader: TurnReader {
             format: app.model.tool_call_format,
             tools,
-            is_thinking: chat.text.trim_end().ends_with("<think>"),
+            is_thinking,
         },
         tells_logprobs: common.top_logprobs.is_some(),
         returns_token_ids: common.return_token_ids,
@@ -167,7 +163,7 @@ impl Teller {
     /// Returns a choice of an answer that is sent whole.
     fn whole(&self, index: usize, finished: &Finished) -> Result<Value, EngineError> {
         let tokenizer = &self.app.model.tokenizer;
-        let turn = self.reader.read(&finished.text(tokenizer)?);
+        let turn = self.read(finished)?;
         let has_calls = !turn.tool_calls.is_empty();
         let content = match turn.content.is_empty() && has_calls {
             true => Value::Null,
@@ -195,6 +191,15 @@ impl Teller {
         }
         tell_stop(&mut choice, finished);
         Ok(choice)
+    }
+
+    /// Reads a turn; one that its guide could not lead to an end is an error.
+    fn read(&self, finished: &Finished) -> Result<ReadTurn, EngineError> {
+        if let Some(reason) = &finished.guide_failure {
+            let reason = reason.clone();
+            return Err(EngineError::InvalidGrammar { reason });
+        }
+        Ok(self.reader.read(&finished.text(&self.app.model.tokenizer)?))
     }
 
     /// Returns a choice of an answer that is sent as it comes.
@@ -292,9 +297,7 @@ impl Chunks for ChatChunks {
     fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError> {
         let teller = &self.teller;
         let sent = &self.choices[index];
-        let turn = teller
-            .reader
-            .read(&finished.text(&teller.app.model.tokenizer)?);
+        let turn = teller.read(finished)?;
         let mut delta = Map::new();
         let reasoning = turn.reasoning.unwrap_or_default();
         for (name, now, sent) in [

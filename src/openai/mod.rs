@@ -11,13 +11,14 @@
 //! Everything from a client is bounded: the body ([`ServerConfig::max_body_bytes`]), the completions
 //! at a time (those beyond get 429 and `Retry-After`), each parameter, and the length of the context
 //! (a request that cannot fit is refused with the numbers). A client that goes away frees what it
-//! held. Not offered: guided decoding, so `response_format` other than text and a forced
-//! `tool_choice` are refused.
+//! held. Answers keep to `response_format`, a forced `tool_choice` and strict tools by guided decoding
+//! (`guidance`).
 
 mod chat;
 mod completions;
 mod conversation;
 mod error;
+mod guidance;
 mod metrics;
 mod prepare;
 mod stream;
@@ -27,8 +28,8 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use axum::Json;
 use axum::Router;
@@ -42,7 +43,7 @@ use axum::routing::{get, post};
 use serde_json::{Value, json};
 
 use crate::chat::{ChatTemplate, ToolCallFormat};
-use crate::engine::{EngineHandle, Tokenizer};
+use crate::engine::{EngineError, EngineHandle, GuideFactory, Tokenizer};
 use crate::http::{ApiKey, name_request, unix_seconds};
 
 pub use error::ApiError;
@@ -95,6 +96,7 @@ struct App {
     metrics: Metrics,
     started: u64,
     requests: AtomicU64,
+    guides: OnceLock<Result<GuideFactory, EngineError>>,
 }
 
 impl App {
@@ -145,6 +147,7 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
         metrics: Metrics::default(),
         started: unix_seconds(),
         requests: AtomicU64::new(0),
+        guides: OnceLock::new(),
     });
     let v1 = Router::new()
         .route("/v1/models", get(models))

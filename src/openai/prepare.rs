@@ -19,6 +19,7 @@ impl Common {
             prompt,
             params,
             seeds: self.seeds(app)?,
+            guide: None,
             stream: self.stream,
         })
     }

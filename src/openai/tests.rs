@@ -469,9 +469,33 @@ async fn what_cannot_be_is_refused_with_the_field() {
             "messages",
         ),
         (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"tool_choice": "some"}), "tool_choice"),
+        (json!({"tool_choice": {"type": "function"}}), "tool_choice"),
         (
-            json!({"response_format": {"type": "json_object"}}),
+            json!({"response_format": {"type": "xml"}}),
             "response_format",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
+            "response_format",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {
+                "strict": true, "schema": {"type": "object", "if": {}}}}}),
+            "response_format",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {
+                "schema": {"type": "string", "pattern": "("}}}}),
+            "response_format",
+        ),
+        (
+            json!({"response_format": {"type": "json_object"}, "min_tokens": 2}),
+            "min_tokens",
+        ),
+        (
+            json!({"response_format": {"type": "json_object"}, "ignore_eos": true}),
+            "ignore_eos",
         ),
         (json!({"tools": [{"type": "function"}]}), "tools"),
         (
@@ -834,4 +858,145 @@ async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
         again.unwrap_err().kind(),
         std::io::ErrorKind::ConnectionRefused
     );
+}
+
+/// A request whose answer has a shape; long enough for the toy model, which knows no words, to end.
+fn shaped(fields: &Value) -> Value {
+    let mut request = chat(&json!({
+        "max_completion_tokens": 400, "temperature": 1.0,
+        "chat_template_kwargs": {"enable_thinking": false},
+        "tools": [
+            {"type": "function", "function": {"name": "add", "parameters": {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+                "required": ["a", "b"], "additionalProperties": false}}},
+            {"type": "function", "function": {"name": "stop", "parameters": {
+                "type": "object", "properties": {}, "additionalProperties": false}}},
+        ],
+    }));
+    for (key, value) in fields.as_object().unwrap() {
+        request[key] = value.clone();
+    }
+    request
+}
+
+#[tokio::test]
+async fn answers_keep_to_a_schema_whatever_the_model_wants() {
+    let app = toy();
+    let schema = json!({
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["colour", "count"],
+        "additionalProperties": false,
+    });
+    let format = json!({"type": "json_schema", "json_schema": {"name": "a", "strict": true, "schema": schema}});
+    for seed in 0..8 {
+        let request = shaped(&json!({"response_format": format, "tools": [], "seed": seed}));
+        let answer = ask(&app, CHAT, &request).await.json();
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["finish_reason"], "stop", "{answer}");
+        let text = choice["message"]["content"].as_str().unwrap();
+        let value: Value = serde_json::from_str(text).unwrap();
+        assert!(
+            ["red", "green"].contains(&value["colour"].as_str().unwrap()),
+            "{text}"
+        );
+        assert!(value["count"].as_u64().unwrap() < 100, "{text}");
+        assert_eq!(value.as_object().unwrap().len(), 2, "{text}");
+        // The same tokens when they are sent one by one.
+        let mut streamed = request.clone();
+        streamed["stream"] = json!(true);
+        let chunks = ask(&app, CHAT, &streamed).await.chunks();
+        let content = chunks
+            .iter()
+            .filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
+        assert_eq!(content.collect::<String>(), text);
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_is_required_comes_and_can_be_read() {
+    let app = toy();
+    for (choice, most) in [
+        (json!("required"), 64),
+        (json!({"type": "function", "function": {"name": "add"}}), 1),
+    ] {
+        for seed in 0..6 {
+            let request =
+                shaped(&json!({"tool_choice": choice, "seed": seed, "max_completion_tokens": 480}));
+            let answer = ask(&app, CHAT, &request).await.json();
+            let message = &answer["choices"][0]["message"];
+            if answer["choices"][0]["finish_reason"] == "length" {
+                continue; // More calls than there was room for.
+            }
+            assert_eq!(
+                answer["choices"][0]["finish_reason"], "tool_calls",
+                "{answer}"
+            );
+            assert!(message["content"].is_null(), "{answer}");
+            let calls = message["tool_calls"].as_array().unwrap();
+            assert!((1..=most).contains(&calls.len()), "{answer}");
+            for call in calls {
+                let arguments = call["function"]["arguments"].as_str().unwrap();
+                let arguments: Value = serde_json::from_str(arguments).unwrap();
+                match call["function"]["name"].as_str().unwrap() {
+                    "add" => assert!(
+                        arguments["a"].is_u64() && arguments["b"].is_boolean(),
+                        "{answer}"
+                    ),
+                    "stop" => assert_eq!((arguments, most), (json!({}), 64)),
+                    other => panic!("{other}"),
+                }
+            }
+        }
+    }
+    let request =
+        shaped(&json!({"tool_choice": {"type": "function", "function": {"name": "nope"}}}));
+    assert_eq!(
+        ask(&app, CHAT, &request).await.error(400)["param"],
+        "tool_choice"
+    );
+}
+
+#[tokio::test]
+async fn what_a_guide_forbids_has_no_probability() {
+    let app = toy();
+    let format = json!({"type": "json_schema", "json_schema": {"schema": {"const": "yes"}}});
+    let request = shaped(&json!({
+        "response_format": format, "tools": [], "logprobs": true, "top_logprobs": 5, "temperature": 0,
+    }));
+    let answer = ask(&app, CHAT, &request).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "\"yes\"");
+    for token in answer["choices"][0]["logprobs"]["content"]
+        .as_array()
+        .unwrap()
+    {
+        // One token at each place, so its probability is 1 and there is no other.
+        assert_eq!(token["logprob"], 0.0, "{token}");
+        assert_eq!(
+            token["top_logprobs"].as_array().unwrap().len(),
+            1,
+            "{token}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn guided_and_free_requests_run_side_by_side() {
+    let app = toy();
+    let free = chat(&json!({"seed": 5, "temperature": 1.0}));
+    let alone = ask(&app, CHAT, &free).await.json();
+    let format = json!({"type": "json_object"});
+    let guided = shaped(&json!({"response_format": format, "tools": [], "seed": 1, "n": 3}));
+    let (guided, beside) = tokio::join!(ask(&app, CHAT, &guided), ask(&app, CHAT, &free));
+    assert_eq!(beside.json()["choices"], alone["choices"]);
+    for choice in guided.json()["choices"].as_array().unwrap() {
+        assert!(
+            choice["message"]["content"]
+                .as_str()
+                .unwrap()
+                .starts_with('{'),
+            "{choice}"
+        );
+    }
 }

@@ -261,6 +261,8 @@ pub(super) struct ChatRequest {
     pub(super) messages: Vec<Value>,
     pub(super) tools: Vec<Value>,
     pub(super) tool_choice: Option<Value>,
+    /// Whether there may be more than one call in an answer that is to be a call.
+    pub(super) allows_parallel_calls: bool,
     pub(super) response_format: Option<Map<String, Value>>,
     /// vLLM's: variables of the chat template, such as `enable_thinking`.
     pub(super) chat_template_kwargs: Map<String, Value>,
@@ -296,6 +298,7 @@ impl ChatRequest {
             messages: Fields::required("messages", fields.list("messages")?)?,
             tools: fields.list("tools")?.unwrap_or_default(),
             tool_choice: fields.any("tool_choice"),
+            allows_parallel_calls: fields.flag("parallel_tool_calls")?.unwrap_or(true),
             response_format: fields.object("response_format")?,
             chat_template_kwargs: fields.object("chat_template_kwargs")?.unwrap_or_default(),
             common,

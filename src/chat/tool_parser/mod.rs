@@ -21,8 +21,12 @@ use serde_json::Value;
 
 use super::{ToolCall, ToolSpec};
 
-const THINK: &str = "<think>";
-const THINK_END: &str = "</think>";
+pub(super) use tagged::{
+    FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END,
+};
+
+pub(super) const THINK: &str = "<think>";
+pub(super) const THINK_END: &str = "</think>";
 
 /// Most calls that are read from one turn; text after them stays unread.
 const MAX_TOOL_CALLS: usize = 64;
@@ -54,7 +58,7 @@ impl ToolCallFormat {
     pub fn detect(template: &str) -> Self {
         if template.contains("<function=") {
             Self::QwenXml
-        } else if template.contains(tagged::TOOL_CALL) {
+        } else if template.contains(TOOL_CALL) {
             Self::Hermes
         } else if template.contains(llama::PYTHON_TAG) || template.contains("\"parameters\": ") {
             Self::Llama3
@@ -64,9 +68,9 @@ impl ToolCallFormat {
     }
 
     /// Returns what begins a call among other text.
-    fn opening_mark(self) -> &'static str {
+    pub(super) fn opening_mark(self) -> &'static str {
         match self {
-            Self::Hermes | Self::QwenXml => tagged::TOOL_CALL,
+            Self::Hermes | Self::QwenXml => TOOL_CALL,
             Self::Llama3 => llama::PYTHON_TAG,
         }
     }

@@ -5,12 +5,12 @@ use serde_json::{Map, Value};
 use super::{MAX_TOOL_CALLS, ParsedTurn, ToolCallError, ToolCallFormat, check_call, push_content};
 use crate::chat::{ToolCall, ToolSpec};
 
-pub(super) const TOOL_CALL: &str = "<tool_call>";
-const TOOL_CALL_END: &str = "</tool_call>";
-const FUNCTION: &str = "<function=";
-const FUNCTION_END: &str = "</function>";
-const PARAMETER: &str = "<parameter=";
-const PARAMETER_END: &str = "</parameter>";
+pub(in crate::chat) const TOOL_CALL: &str = "<tool_call>";
+pub(in crate::chat) const TOOL_CALL_END: &str = "</tool_call>";
+pub(in crate::chat) const FUNCTION: &str = "<function=";
+pub(in crate::chat) const FUNCTION_END: &str = "</function>";
+pub(in crate::chat) const PARAMETER: &str = "<parameter=";
+pub(in crate::chat) const PARAMETER_END: &str = "</parameter>";
 
 const TRUNCATED: ToolCallError = ToolCallError::Truncated { end: TOOL_CALL_END };
 

@@ -1,11 +1,12 @@
 //! From logits to a token and its log-probability.
 //!
-//! In this order: biases and `min_new_tokens`, penalties, temperature, cuts, as in vLLM 0.11.
+//! In this order: biases and `min_new_tokens`, penalties, what a [`Guide`] admits, temperature, cuts, as in
+//! vLLM 0.11.
 //!
 //! Two log-probabilities belong to a token ([`TokenLogprob`]). One is that of the temperature-scaled
 //! distribution over the whole vocabulary, `log_softmax(logits / T)`, which a trainer can recompute.
 //! The other is that of the distribution that the token was drawn from. They are the same number
-//! unless the logits were adjusted ([`SamplingParams::is_adjusted`]) or the distribution was cut
+//! unless the logits were adjusted ([`SamplingParams::is_adjusted`]), guided or the distribution was cut
 //! ([`SamplingParams::is_truncated`]); a trainer refuses both ([`SamplingParams::check_trainable`]).
 //!
 //! Each sequence draws from its own stream ([`SequenceSeed`]), one number a token, so that what it
@@ -19,6 +20,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::guide::Guide;
 pub(super) use adjust::History;
 use adjust::adjust;
 pub use params::{SamplingParams, ThinkingBudget};
@@ -84,6 +86,8 @@ pub(super) struct Row<'a> {
     pub(super) logits: &'a [f32],
     pub(super) params: &'a SamplingParams,
     pub(super) history: History<'a>,
+    /// Which tokens may come next; all, without one.
+    pub(super) guide: Option<&'a mut Guide>,
     pub(super) random: &'a mut ChaCha8Rng,
 }
 
@@ -138,6 +142,7 @@ pub(super) fn sample(row: Row<'_>) -> Option<Sampled> {
         logits,
         params,
         history,
+        guide,
         random,
     } = row;
     let best = argmax(logits)?;
@@ -147,9 +152,11 @@ pub(super) fn sample(row: Row<'_>) -> Option<Sampled> {
         params.temperature
     };
     let whole = Distribution::new(logits, logits[best], temperature);
-    let adjusted = params
-        .is_adjusted()
-        .then(|| adjust(logits, params, history));
+    let mut adjusted =
+        (params.is_adjusted() || guide.is_some()).then(|| adjust(logits, params, history));
+    if let (Some(logits), Some(guide)) = (&mut adjusted, guide) {
+        guide.mask(logits);
+    }
     let adjusted = match &adjusted {
         Some(logits) => {
             let best = argmax(logits)?;

@@ -23,6 +23,7 @@ fn sample_after(
     sample_seed: u64,
 ) -> Option<Sampled> {
     sample(Row {
+        guide: None,
         logits,
         params,
         history,
@@ -313,7 +314,7 @@ proptest! {
         let mut batch: Vec<_> = rows
             .iter()
             .zip(&mut streams)
-            .map(|(logits, random)| Row { logits, params: &params, history: History::default(), random })
+            .map(|(logits, random)| Row { logits, params: &params, history: History::default(), guide: None, random })
             .collect();
         batch.reverse();
         let mut together = sample_rows(batch);
