@@ -14,8 +14,10 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Literal
 
 import openai
+import pydantic
 
 TASK = (
     "Write a function f(x) that takes x, adds 7, then takes the remainder modulo 9 and returns "
@@ -151,6 +153,34 @@ def check_parameters(client):
             raise AssertionError(f"{fields} were accepted")
 
 
+class Move(pydantic.BaseModel):
+    direction: Literal["north", "south"]
+    steps: int = pydantic.Field(ge=1, le=9)
+
+
+def check_guided(client):
+    """The carried model has never seen JSON of this kind, and writes it nevertheless."""
+    chat = client.chat.completions
+    for seed in range(3):
+        parsed = chat.parse(
+            model="starter", messages=MESSAGES, response_format=Move, seed=seed, temperature=1.0
+        ).choices[0]
+        assert parsed.finish_reason == "stop" and 1 <= parsed.message.parsed.steps <= 9, parsed
+    answer = chat.create(
+        model="starter", messages=MESSAGES, seed=1, temperature=1.5, tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "submit_solution"}},
+    ).choices[0]
+    if answer.finish_reason != "length":
+        assert [call.function.name for call in answer.message.tool_calls] == ["submit_solution"]
+        assert list(json.loads(answer.message.tool_calls[0].function.arguments)) == ["code"], answer
+    tool = openai.pydantic_function_tool(Move)
+    call = chat.parse(
+        model="starter", messages=MESSAGES, tools=[tool], tool_choice="required", seed=2,
+        extra_body={"parallel_tool_calls": False},
+    ).choices[0].message.tool_calls[0]
+    assert call.function.parsed_arguments.direction in ("north", "south"), call
+
+
 def check_load(client):
     """The same seed gets the same text whatever else is under way."""
 
@@ -169,7 +199,9 @@ def main():
     server, url = start(sys.argv[1])
     try:
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=30)
-        checks = (check_models, check_tools, check_logprobs, check_parameters, check_load)
+        checks = (
+            check_models, check_tools, check_logprobs, check_parameters, check_guided, check_load,
+        )
         for check in checks:
             check(client)
             print("ok", check.__name__)

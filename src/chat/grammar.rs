@@ -78,27 +78,27 @@ impl AnswerGrammar<'_> {
                 is_strict,
                 tools,
             } => {
-                rules.add("json", json_rule(schema, *is_strict));
+                rules.add("json", &json_rule(schema, *is_strict));
                 if tools.is_empty() {
                     "json".to_owned()
                 } else {
                     let call = self.call(tools, &mut rules);
-                    rules.add("call", call);
+                    rules.add("call", &call);
                     format!("json | {}", self.calls(true))
                 }
             }
             AnswerShape::Calls { tools, allows_many } => {
                 let call = self.call(tools, &mut rules);
-                rules.add("call", call);
+                rules.add("call", &call);
                 self.calls(*allows_many).to_owned()
             }
             AnswerShape::TextAndCalls { tools } => {
                 let call = self.call(tools, &mut rules);
-                rules.add("call", call);
+                rules.add("call", &call);
                 format!("({TEXT})? ({})?", self.calls(true))
             }
         };
-        rules.add("answer", answer);
+        rules.add("answer", &answer);
         let start = match (
             reasoning,
             (self.token_id)(THINK),
@@ -165,10 +165,10 @@ struct Rules {
 }
 
 impl Rules {
-    fn add(&mut self, name: &str, rule: String) {
+    fn add(&mut self, name: &str, rule: &str) {
         self.text.push_str(name);
         self.text.push_str(": ");
-        self.text.push_str(&rule);
+        self.text.push_str(rule);
         self.text.push('\n');
     }
 }
@@ -198,12 +198,12 @@ fn xml_arguments(tool_at: usize, tool: &ToolSpec, rules: &mut Rules) -> String {
             }
             (Some(Value::String(kind)), _) if kind == "string" => {
                 let text = format!("text_{tool_at}_{at}");
-                rules.add(&format!("{text}[suffix={end}]"), "/(.|\\n)*/".to_owned());
+                rules.add(&format!("{text}[suffix={end}]"), "/(.|\\n)*/");
                 text
             }
             _ => format!("{} {end}", json_rule(&rooted(property, schema), false)),
         };
-        rules.add(&argument, format!("{begin} {value}"));
+        rules.add(&argument, &format!("{begin} {value}"));
         let mark = if is_required(name) { "" } else { "?" };
         arguments.push(format!("{argument}{mark}"));
     }

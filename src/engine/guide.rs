@@ -57,9 +57,10 @@ impl GuideFactory {
                 "a token that ends the answer is beyond the vocabulary",
             ));
         }
+        let vocab_size = u32::try_from(vocab_size)
+            .map_err(|_| refused("a vocabulary has fewer than 2^32 tokens"))?;
         let info = TokRxInfo {
-            vocab_size: u32::try_from(vocab_size)
-                .expect("vocabularies have fewer than 2^32 tokens"),
+            vocab_size,
             tok_eos: first,
             tok_bos: None,
             tok_pad: None,
@@ -197,10 +198,7 @@ mod tests {
         for (at, &token) in ids.iter().chain([&end]).enumerate() {
             let mut logits = vec![0.0; tokenizer.vocab_size() + 3];
             guide.mask(&mut logits);
-            assert!(
-                logits.iter().any(|&logit| logit == 0.0),
-                "nothing is admitted"
-            );
+            assert!(logits.contains(&0.0), "nothing is admitted");
             if logits[token as usize] != 0.0 {
                 return Err(tokenizer.decode(&ids[..at]).unwrap());
             }
