@@ -51,14 +51,20 @@ impl GuideFactory {
         let &first = stop_token_ids
             .first()
             .ok_or_else(|| refused("the model has no token that could end the answer"))?;
-        let words = tokenizer.token_bytes(vocab_size);
-        if stop_token_ids.iter().any(|&id| id as usize >= words.len()) {
+        let vocab_size = u32::try_from(vocab_size)
+            .map_err(|_| refused("a vocabulary has fewer than 2^32 tokens"))?;
+        if stop_token_ids.iter().any(|&id| id >= vocab_size) {
             return Err(refused(
                 "a token that ends the answer is beyond the vocabulary",
             ));
         }
-        let vocab_size = u32::try_from(vocab_size)
-            .map_err(|_| refused("a vocabulary has fewer than 2^32 tokens"))?;
+        // Added tokens are told from text that spells them by a byte that no text has.
+        let mut words: Vec<Vec<u8>> = (0..vocab_size)
+            .map(|id| tokenizer.token_bytes(id).to_vec())
+            .collect();
+        for id in (0..vocab_size).filter(|&id| tokenizer.is_added(id)) {
+            words[id as usize].insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
+        }
         let info = TokRxInfo {
             vocab_size,
             tok_eos: first,

@@ -28,6 +28,9 @@ use super::EngineError;
 /// Largest accepted tokenizer file; Qwen3's has 11 MB, Gemma's 33 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
+/// More tokens than any vocabulary has; the largest have 262,144.
+const MAX_TOKENS: u32 = 1 << 22;
+
 /// Names of special tokens in `tokenizer_config.json`.
 const SPECIAL_TOKEN_KEYS: [&str; 7] = [
     "bos_token",
@@ -62,6 +65,8 @@ struct Inner {
     /// Longest first, so that the first match is the longest.
     added: Vec<AddedToken>,
     special_tokens: BTreeMap<String, String>,
+    /// By id; made when first needed.
+    token_bytes: OnceLock<Vec<Vec<u8>>>,
 }
 
 struct AddedToken {
@@ -139,6 +144,7 @@ impl Tokenizer {
             ordinary: OnceLock::new(),
             added,
             special_tokens,
+            token_bytes: OnceLock::new(),
         };
         Ok(Self {
             inner: Arc::new(inner),
@@ -318,12 +324,24 @@ impl Tokenizer {
         self.inner.full.token_to_id(token)
     }
 
-    /// Returns what each of the first `count` tokens adds to the text, as bytes: an added token its
-    /// spelling behind a byte 255, which no text has; nothing where there is no such token.
-    ///
+    /// Returns what a token adds to the text, as bytes, which may be a part of a character; nothing where
+    /// there is no such token.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        let table = self
+            .inner
+            .token_bytes
+            .get_or_init(|| self.all_token_bytes());
+        table.get(id as usize).map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns whether a token was added to the vocabulary, as control tokens and marks are.
+    pub(super) fn is_added(&self, id: u32) -> bool {
+        self.inner.added.iter().any(|token| token.id == id)
+    }
+
     /// Byte-level vocabularies spell each byte as a character; others spell blanks as `▁` and bytes
     /// without a character as `<0x0A>`.
-    pub(super) fn token_bytes(&self, count: usize) -> Vec<Vec<u8>> {
+    fn all_token_bytes(&self) -> Vec<Vec<u8>> {
         let decoder = self.inner.full.get_decoder();
         let is_byte_level = decoder
             .and_then(|decoder| serde_json::to_string(decoder).ok())
@@ -346,12 +364,17 @@ impl Tokenizer {
                 None => spelling.replace('▁', " ").into_bytes(),
             }
         };
-        let mut words: Vec<Vec<u8>> = (0..u32::try_from(count).unwrap_or(u32::MAX))
+        // An id far from all others is a damaged file's; a model that has it has as many rows.
+        let count = self
+            .largest_id()
+            .map_or(0, |largest| largest.saturating_add(1));
+        let count = count.min(MAX_TOKENS);
+        let mut words: Vec<Vec<u8>> = (0..count)
             .map(|id| self.inner.full.id_to_token(id).map_or_else(Vec::new, spell))
             .collect();
         for added in &self.inner.added {
             if let Some(word) = words.get_mut(added.id as usize) {
-                *word = [&[u8::MAX], added.content.as_bytes()].concat();
+                *word = added.content.clone().into_bytes();
             }
         }
         words

@@ -9,7 +9,7 @@ use axum::Router;
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse as _, Response};
 use axum::serve::ListenerExt as _;
 use tokio::net::TcpListener;
 
@@ -87,6 +87,15 @@ pub(crate) async fn name_request(request: Request, next: Next) -> Response {
         response.headers_mut().insert(REQUEST_ID, id);
     }
     response
+}
+
+/// Returns counts as Prometheus asks for them.
+pub(crate) fn metrics_page(text: String) -> Response {
+    let kind = [(
+        header::CONTENT_TYPE,
+        "text/plain; version=0.0.4; charset=utf-8",
+    )];
+    (kind, text).into_response()
 }
 
 /// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`.

@@ -36,7 +36,7 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
@@ -44,7 +44,7 @@ use serde_json::{Value, json};
 
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::engine::{EngineError, EngineHandle, GuideFactory, Tokenizer};
-use crate::http::{ApiKey, name_request, unix_seconds};
+use crate::http::{self, ApiKey, name_request, unix_seconds};
 
 pub use error::ApiError;
 
@@ -229,10 +229,5 @@ async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
 }
 
 async fn metrics_page(State(app): State<Arc<App>>) -> Response {
-    let text = app.metrics.render(&app.engine.status());
-    let kind = [(
-        header::CONTENT_TYPE,
-        "text/plain; version=0.0.4; charset=utf-8",
-    )];
-    (kind, text).into_response()
+    http::metrics_page(app.metrics.render(&app.engine.status()))
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::Method;
+use axum::http::{Method, header};
 use candle_core::{DType, Device};
 use tokio::net::TcpListener;
 use tower::ServiceExt as _;
@@ -999,4 +999,26 @@ async fn guided_and_free_requests_run_side_by_side() {
             "{choice}"
         );
     }
+}
+
+#[tokio::test]
+async fn the_bytes_of_tokens_make_the_text_also_where_a_character_is_split() {
+    let app = toy();
+    let request =
+        chat(&json!({"logprobs": true, "return_token_ids": true, "seed": 2, "temperature": 1.0}));
+    let answer = ask(&app, CHAT, &request).await.json();
+    let choice = &answer["choices"][0];
+    let ids = choice["token_ids"].as_array().unwrap();
+    let entries = choice["logprobs"]["content"].as_array().unwrap();
+    let mut split = 0;
+    for (id, entry) in ids.iter().zip(entries) {
+        let id = id.as_u64().unwrap();
+        if id < 256 {
+            assert_eq!(entry["bytes"], json!([id]), "{entry}");
+            split += usize::from(id >= 0x80);
+        } else {
+            assert_eq!(entry["bytes"], json!(SPECIAL[id as usize - 256].as_bytes()));
+        }
+    }
+    assert!(split > 0, "no character was split: {answer}");
 }

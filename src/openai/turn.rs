@@ -127,7 +127,7 @@ pub(super) fn token_text(tokenizer: &Tokenizer, token: u32) -> String {
 pub(super) fn logprobs_json(tokenizer: &Tokenizer, tokens: &[GeneratedToken]) -> Value {
     let entry = |token: u32, logprob: f32| {
         let text = token_text(tokenizer, token);
-        let bytes = text.as_bytes().to_vec();
+        let bytes = tokenizer.token_bytes(token);
         json!({"token": text, "logprob": logprob, "bytes": bytes})
     };
     let entries: Vec<Value> = tokens

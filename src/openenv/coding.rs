@@ -13,9 +13,9 @@ use serde_json::{Map, Value, json};
 
 use super::gym::{Episode, Gym, Observation, StepError};
 use super::interpreter::{Interpreter, Source};
-use super::python::{CODE_ACTION, Progress, fields, stderr_of, tighter};
+use super::python::{CODE_ACTION, Progress, fields, stderr_of};
 use super::validate::{self, Invalid};
-use crate::sandbox::{Cancel, ExecRequest, Exit, Limits, SandboxError};
+use crate::sandbox::{Cancel, ExecRequest, Exit, SandboxError};
 
 const PRELUDE: &str = include_str!("coding.py");
 const SHAPING: &str = include_str!("shaping.py");
@@ -66,6 +66,11 @@ impl Gym for CodingGym {
         false
     }
 
+    /// The original steps without one.
+    fn needs_reset(&self) -> bool {
+        false
+    }
+
     fn check(&self, action: &Map<String, Value>) -> Vec<Invalid> {
         validate::check(action, CODE_ACTION, false)
     }
@@ -73,7 +78,6 @@ impl Gym for CodingGym {
     fn open(&self) -> Box<dyn Episode> {
         Box::new(CodingEpisode {
             interpreter: Interpreter::new(self.source.clone()),
-            limits: self.source.limits.as_ref().clone(),
             shaping: Arc::clone(&self.shaping),
             progress: Progress::default(),
         })
@@ -101,6 +105,12 @@ impl Shaping {
         let mut interpreter = idle.unwrap_or_else(|| Interpreter::new(self.source.clone()));
         let request = ExecRequest::new(call("_wardian_shaping", "shape", code));
         let outcome = interpreter.step(&request, None, cancel)?;
+        if let Exit::DeadlineExceeded { .. } = outcome.exit {
+            // Fuel ends a text that is too much for the parser; the clock is met first on a machine that is.
+            return Err(StepError::Environment {
+                message: format!("reading the shape of a text: the parser {}", outcome.exit),
+            });
+        }
         if interpreter.is_lost() {
             // Text that no parser gets through.
             let shape = Shape {
@@ -143,7 +153,6 @@ fn reward(code: &str, shape: &Shape) -> f64 {
 
 struct CodingEpisode {
     interpreter: Interpreter,
-    limits: Limits,
     shaping: Arc<Shaping>,
     progress: Progress,
 }
@@ -172,8 +181,7 @@ impl Episode for CodingEpisode {
         let code = action.get("code").and_then(Value::as_str).unwrap_or("");
         let (shape, shaping_fuel) = self.shaping.shape(code, cancel)?;
         let request = ExecRequest::new(call("_wardian_coding", "run", code));
-        let limits = tighter(&self.limits, limit);
-        let outcome = self.interpreter.step(&request, limits.as_ref(), cancel)?;
+        let outcome = self.interpreter.step(&request, limit, cancel)?;
         // The original has these two.
         let exit_code = u32::from(!matches!(outcome.exit, Exit::Exited { code: 0 }));
         self.progress.step_count += 1;
@@ -206,7 +214,6 @@ impl Episode for CodingEpisode {
             .map(|interpreter| {
                 Box::new(Self {
                     interpreter,
-                    limits: self.limits.clone(),
                     shaping: Arc::clone(&self.shaping),
                     progress: self.progress.clone(),
                 }) as Box<dyn Episode>
@@ -222,6 +229,35 @@ impl Episode for CodingEpisode {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sandbox::{Limits, RuntimeOptions, WasmRuntime};
+
+    #[test]
+    fn a_parser_that_meets_the_clock_is_a_fault_of_ours() {
+        let runtime = WasmRuntime::load(&RuntimeOptions::default(), |_| {}).unwrap();
+        let source = Source {
+            runtime,
+            limits: Arc::new(Limits::default()),
+            template: None,
+        };
+        let mut source = source.with_prelude(SHAPING).unwrap();
+        let shape = |source: &Source| {
+            let shaping = Shaping {
+                source: source.clone(),
+                idle: Mutex::default(),
+            };
+            shaping.shape(&"x = 1\n".repeat(20_000), &Cancel::new())
+        };
+        assert!(shape(&source).unwrap().0.parses);
+        source.limits = Arc::new(Limits {
+            deadline: Duration::from_millis(1),
+            ..Limits::default()
+        });
+        let error = shape(&source).unwrap_err();
+        assert!(
+            error.is_fault() && error.describe().contains("deadline"),
+            "{error:?}"
+        );
+    }
 
     #[test]
     fn the_reward_is_the_sum_of_what_the_text_earns() {

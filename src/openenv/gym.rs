@@ -130,6 +130,11 @@ pub(super) trait Gym: Send + Sync + std::fmt::Debug {
         true
     }
 
+    /// Returns whether an episode begins with a reset, so that a step before the first is refused.
+    fn needs_reset(&self) -> bool {
+        true
+    }
+
     /// Checks an action.
     fn check(&self, action: &Map<String, Value>) -> Vec<Invalid>;
 

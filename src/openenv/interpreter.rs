@@ -1,6 +1,7 @@
 //! A session's interpreter: absent, live, at rest in memory, or lost.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 use super::gym::StepError;
 use crate::sandbox::{
@@ -71,26 +72,29 @@ impl Interpreter {
         self.place = Place::Fresh;
     }
 
-    /// Runs a program, under tighter `limits` if there are any.
+    /// Runs a program, for at most `limit` where that is less than it may have.
     ///
     /// A limit, a crash or an exit past `SystemExit` ends the interpreter; the next step says that
     /// its state was lost.
     pub(super) fn step(
         &mut self,
         request: &ExecRequest,
-        limits: Option<&Limits>,
+        limit: Option<Duration>,
         cancel: &Cancel,
     ) -> Result<ExecOutcome, StepError> {
-        let outcome = match limits {
+        let outcome = match limit.filter(|limit| *limit < self.source.limits.deadline) {
             None => self.live()?.step_cancellable(request, cancel)?,
-            Some(limits) => {
-                let deadline = Deadline::start(limits, cancel);
+            Some(limit) => {
+                let deadline = Deadline::start(limit, cancel);
                 let outcome = self.live()?.step_cancellable(request, &deadline.cancel)?;
                 deadline.apply(outcome)
             }
         };
         if outcome.exit == Exit::Cancelled {
-            return Err(self.lost(&outcome.exit));
+            self.place = Place::Lost {
+                exit: outcome.exit.to_string(),
+            };
+            return Err(StepError::Cancelled);
         }
         if let Place::Live(session) = &self.place
             && session.ended().is_some()
@@ -104,13 +108,6 @@ impl Interpreter {
     /// Returns whether the last step ended it.
     pub(super) fn is_lost(&self) -> bool {
         matches!(self.place, Place::Lost { .. })
-    }
-
-    fn lost(&mut self, exit: &Exit) -> StepError {
-        self.place = Place::Lost {
-            exit: exit.to_string(),
-        };
-        StepError::Cancelled
     }
 
     fn live(&mut self) -> Result<&mut Session, StepError> {
@@ -178,35 +175,35 @@ impl Interpreter {
 /// A deadline shorter than the interpreter's own, which is fixed when it starts.
 struct Deadline {
     cancel: Cancel,
-    limits: Limits,
-    started: std::time::Instant,
-    _watch: std::sync::mpsc::Sender<()>,
+    limit: Duration,
+    started: Instant,
+    _watch: mpsc::Sender<()>,
     outer: Cancel,
 }
 
 impl Deadline {
-    fn start(limits: &Limits, outer: &Cancel) -> Self {
+    fn start(limit: Duration, outer: &Cancel) -> Self {
         let cancel = Cancel::new();
-        let (watch, over) = std::sync::mpsc::channel::<()>();
-        let (deadline, inner, from_outside) = (limits.deadline, cancel.clone(), outer.clone());
-        let started = std::time::Instant::now();
-        let look = std::time::Duration::from_millis(5);
+        let (watch, over) = mpsc::channel::<()>();
+        let (inner, from_outside) = (cancel.clone(), outer.clone());
+        let started = Instant::now();
+        let look = Duration::from_millis(5);
         std::thread::spawn(move || {
             loop {
-                let left = deadline.saturating_sub(started.elapsed());
+                let left = limit.saturating_sub(started.elapsed());
                 if left.is_zero() || from_outside.is_cancelled() {
                     return inner.cancel();
                 }
                 // The step's end drops the other side.
                 let ended = over.recv_timeout(left.min(look));
-                if ended == Err(std::sync::mpsc::RecvTimeoutError::Disconnected) {
+                if ended == Err(mpsc::RecvTimeoutError::Disconnected) {
                     return;
                 }
             }
         });
         Self {
             cancel,
-            limits: limits.clone(),
+            limit,
             started,
             _watch: watch,
             outer: outer.clone(),
@@ -216,7 +213,7 @@ impl Deadline {
     fn apply(&self, mut outcome: ExecOutcome) -> ExecOutcome {
         if outcome.exit == Exit::Cancelled && !self.outer.is_cancelled() {
             outcome.exit = Exit::DeadlineExceeded {
-                limit: self.limits.deadline,
+                limit: self.limit,
                 elapsed: self.started.elapsed(),
             };
         }

@@ -166,6 +166,8 @@ struct App {
     steps: Steps,
     metrics: Metrics,
     is_stopping: watch::Sender<bool>,
+    /// How many sockets are open: no request of HTTP is, once its connection became one.
+    sockets: watch::Sender<usize>,
 }
 
 /// A server of one environment.
@@ -224,6 +226,7 @@ impl Server {
                 steps,
                 metrics: Metrics::default(),
                 is_stopping: watch::Sender::new(false),
+                sockets: watch::Sender::new(0),
                 config,
             }),
         })
@@ -281,13 +284,31 @@ impl Server {
         shutdown: impl Future<Output = ()> + Send + 'static,
         grace: Duration,
     ) -> std::io::Result<()> {
-        let app = Arc::clone(&self.app);
-        let keeper = tokio::spawn(keep(Arc::clone(&self.app)));
+        let app = &self.app;
+        let keeper = tokio::spawn(keep(Arc::clone(app)));
+        let stopping = Arc::clone(app);
         let shutdown = async move {
             shutdown.await;
-            app.is_stopping.send_replace(true);
+            stopping.is_stopping.send_replace(true);
         };
-        let served = http::serve(listener, self.router(), shutdown, grace).await;
+        let overdue = async {
+            app.stopping().await;
+            tokio::time::sleep(grace).await;
+        };
+        let mut sockets = app.sockets.subscribe();
+        let served = async {
+            http::serve(listener, self.router(), shutdown, grace).await?;
+            // The sender is a part of `app`.
+            let _ = sockets.wait_for(|open| *open == 0).await;
+            Ok(())
+        };
+        let served = tokio::select! {
+            served = served => served,
+            () = overdue => {
+                tracing::warn!(?grace, "sockets were cut off at the end of the time to finish");
+                Ok(())
+            }
+        };
         keeper.abort();
         served
     }
@@ -348,7 +369,19 @@ impl App {
         let _ = stopping.wait_for(|stops| *stops).await;
     }
 
+    /// Counts and logs a step that has no observation.
+    fn note(&self, error: &StepError) {
+        if let StepError::StateLost { .. } = error {
+            self.metrics.count_lost();
+        }
+        if error.is_fault() {
+            tracing::error!(error = %error.describe(), "a step failed");
+        }
+    }
+
     /// Runs `work` with a session's environment on a thread for steps. Dropped, it ends what runs.
+    ///
+    /// Requests of one session wait for each other before they take a thread.
     ///
     /// `work` is done anew where it found no free interpreter, and an idle session gave its own up.
     async fn on_episode<T: Send + 'static>(
@@ -356,6 +389,7 @@ impl App {
         session: &Arc<Session>,
         mut work: impl FnMut(&mut dyn Episode, &Cancel) -> Result<T, StepError> + Send + 'static,
     ) -> Result<T, StepError> {
+        let turn = session.turn().await;
         let cancel = Cancel::new();
         let mut guard = CancelOnDrop {
             app: self,
@@ -382,6 +416,7 @@ impl App {
                 }
             };
             drop(episode);
+            drop(turn);
             // Nobody may wait for it any more.
             let _ = sender.send(result);
         });

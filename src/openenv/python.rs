@@ -10,7 +10,7 @@ use super::gym::{Episode, Gym, Observation, StepError};
 use super::interpreter::{Interpreter, Source};
 use super::validate::{self, Field, Invalid, Kind};
 use crate::http::uuid4;
-use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit, Limits};
+use crate::sandbox::{Cancel, ExecOutcome, ExecRequest, Exit};
 
 /// The exit code of a step that a limit ended: as of a process that was killed.
 const KILLED: u32 = 137;
@@ -91,7 +91,6 @@ impl Gym for PythonGym {
     fn open(&self) -> Box<dyn Episode> {
         Box::new(PythonEpisode {
             interpreter: Interpreter::new(self.source.clone()),
-            limits: self.source.limits.as_ref().clone(),
             progress: Progress::default(),
             seed: None,
         })
@@ -135,15 +134,6 @@ pub(super) fn fields(stdout: String, stderr: String, exit_code: u32) -> Map<Stri
     fields
 }
 
-/// Returns a step's limits, if it asks for less than it may have.
-pub(super) fn tighter(limits: &Limits, deadline: Option<Duration>) -> Option<Limits> {
-    let deadline = deadline.filter(|deadline| *deadline < limits.deadline)?;
-    Some(Limits {
-        deadline,
-        ..limits.clone()
-    })
-}
-
 /// Returns what a program wrote to standard error, and a word on its end where a limit met it.
 pub(super) fn stderr_of(outcome: &ExecOutcome) -> String {
     let mut text = outcome.stderr_text();
@@ -163,15 +153,16 @@ pub(super) fn natural(
 ) -> Result<Option<u64>, StepError> {
     match arguments.get(name) {
         None | Some(Value::Null) => Ok(None),
-        Some(value) => value.as_u64().map(Some).ok_or_else(|| StepError::Refused {
-            message: format!("`{name}` must be a whole number from 0, is {value}"),
-        }),
+        Some(value) => validate::natural(value)
+            .map(Some)
+            .ok_or_else(|| StepError::Refused {
+                message: format!("`{name}` must be a whole number from 0, is {value}"),
+            }),
     }
 }
 
 struct PythonEpisode {
     interpreter: Interpreter,
-    limits: Limits,
     progress: Progress,
     /// For the first step.
     seed: Option<u64>,
@@ -206,8 +197,7 @@ impl Episode for PythonEpisode {
             seed: self.seed,
             ..ExecRequest::new(code)
         };
-        let limits = tighter(&self.limits, limit);
-        let outcome = self.interpreter.step(&request, limits.as_ref(), cancel)?;
+        let outcome = self.interpreter.step(&request, limit, cancel)?;
         self.seed = None;
         let exit_code = match &outcome.exit {
             Exit::Exited { code } => *code,
@@ -250,7 +240,6 @@ impl Episode for PythonEpisode {
             .map(|interpreter| {
                 Box::new(Self {
                     interpreter,
-                    limits: self.limits.clone(),
                     progress: self.progress.clone(),
                     seed: self.seed,
                 }) as Box<dyn Episode>

@@ -14,7 +14,7 @@ use axum::extract::rejection::BytesRejection;
 use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::{Path, Query, State};
-use axum::http::{StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -23,9 +23,10 @@ use super::App;
 use super::gym::{StepError, Tasks};
 use super::rpc::{self, ForkError};
 use super::sessions::Session;
-use super::socket::{self, Dialect};
+use super::socket::{self, Dialect, OpenSocket};
 use super::validate::{self, Field, Invalid, Kind};
 use super::wire::{self, capacity_message};
+use crate::http::metrics_page;
 
 type Shared = State<Arc<App>>;
 type Body = Result<Bytes, BytesRejection>;
@@ -91,10 +92,8 @@ fn read(
     }
 }
 
-fn failed(error: &StepError) -> Response {
-    if error.is_fault() {
-        tracing::error!(error = %error.describe(), "a request failed");
-    }
+fn failed(app: &App, error: &StepError) -> Response {
+    app.note(error);
     let status = match error {
         StepError::Refused { .. } => StatusCode::BAD_REQUEST,
         StepError::NoEpisode | StepError::StateLost { .. } => StatusCode::CONFLICT,
@@ -126,16 +125,11 @@ pub(super) async fn ready(State(app): Shared) -> Response {
 }
 
 pub(super) async fn metrics(State(app): Shared) -> Response {
-    let text = app.metrics.render(
+    metrics_page(app.metrics.render(
         app.sessions.active(),
         app.config.max_sessions,
         app.steps.load(),
-    );
-    let kind = [(
-        header::CONTENT_TYPE,
-        "text/plain; version=0.0.4; charset=utf-8",
-    )];
-    (kind, text).into_response()
+    ))
 }
 
 pub(super) async fn metadata(State(app): Shared) -> Json<Value> {
@@ -167,7 +161,7 @@ pub(super) async fn reset(State(app): Shared, body: Body) -> Response {
             observation.metadata.remove("session_id");
             Json(wire::response(&observation)).into_response()
         }
-        Err(error) => failed(&error),
+        Err(error) => failed(&app, &error),
     }
 }
 
@@ -190,14 +184,14 @@ pub(super) async fn step(State(app): Shared, body: Body) -> Response {
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     let session = Session::new(app.gym.open());
     // What comes before the step is this request's, too.
-    if app.gym.names_sessions()
+    if app.gym.needs_reset()
         && let Err(error) = app.reset(&session, Map::new()).await
     {
-        return failed(&error);
+        return failed(&app, &error);
     }
     match app.step(&session, action, limit).await {
         Ok(observation) => Json(wire::response(&observation)).into_response(),
-        Err(error) => failed(&error),
+        Err(error) => failed(&app, &error),
     }
 }
 
@@ -244,7 +238,10 @@ fn open(
     upgrade
         .max_message_size(limit)
         .max_frame_size(limit)
-        .on_upgrade(move |socket| socket::serve(app, socket, dialect, attach.session_id))
+        .on_upgrade({
+            let open = OpenSocket::new(&app);
+            move |socket| socket::serve(app, socket, dialect, attach.session_id, open)
+        })
 }
 
 #[derive(Debug, Deserialize)]
@@ -268,7 +265,7 @@ pub(super) async fn fork(
             StatusCode::SERVICE_UNAVAILABLE,
             capacity_message(capacity.active, capacity.max),
         ),
-        Err(ForkError::Step(error)) => failed(&error),
+        Err(ForkError::Step(error)) => failed(&app, &error),
     }
 }
 
@@ -356,7 +353,7 @@ pub(super) async fn one_task(State(app): Shared, Path(name): Path<String>, body:
         let body = required(body, OF_TASK)?;
         let tasks = tasks(&app, &name, "get_task")?;
         count(tasks, split(&body))?;
-        let index = body.get("index").and_then(Value::as_u64);
+        let index = body.get("index").and_then(validate::natural);
         let task = index
             .and_then(|index| usize::try_from(index).ok())
             .and_then(|index| tasks.task(split(&body), index));

@@ -58,10 +58,8 @@ pub(super) fn at_capacity(id: &Value, AtCapacity { active, max }: AtCapacity) ->
     failed(id, SERVER_ERROR, capacity_message(active, max), data)
 }
 
-fn step_failed(id: &Value, error: &StepError) -> Value {
-    if error.is_fault() {
-        tracing::error!(error = %error.describe(), "a tool call failed");
-    }
+fn step_failed(app: &App, id: &Value, error: &StepError) -> Value {
+    app.note(error);
     failed(id, INTERNAL_ERROR, error.describe(), Value::Null)
 }
 
@@ -192,7 +190,7 @@ async fn call_tool(
         .await;
     match called {
         Ok(result) => succeeded(id, tool_result(&result)),
-        Err(error) => step_failed(id, &error),
+        Err(error) => step_failed(app, id, &error),
     }
 }
 
@@ -210,12 +208,12 @@ async fn fork_session(
         }
         Err(answer) => return answer,
     };
-    let count = params.get("count").map_or(Some(1), Value::as_u64);
+    let count = params.get("count").map_or(Some(1), validate::natural);
     match fork(app, &session, count).await {
         Ok(ids) => succeeded(id, json!({"session_ids": ids})),
         Err(ForkError::Count(message)) => failed(id, INVALID_PARAMS, message, Value::Null),
         Err(ForkError::Capacity(capacity)) => at_capacity(id, capacity),
-        Err(ForkError::Step(error)) => step_failed(id, &error),
+        Err(ForkError::Step(error)) => step_failed(app, id, &error),
     }
 }
 
@@ -238,14 +236,17 @@ pub(super) async fn fork(
         .ok_or_else(|| {
             ForkError::Count(format!("`count` must be a whole number in 1..={MAX_FORKS}"))
         })?;
+    let refused = |capacity| {
+        app.metrics.count_refusal();
+        ForkError::Capacity(capacity)
+    };
+    // Before any copy is made; others may take the room meanwhile.
+    app.sessions.check_room(count).map_err(refused)?;
     let copies = app
         .on_episode(session, move |episode, _| episode.fork(count))
         .await
         .map_err(ForkError::Step)?;
     let copies: Vec<_> = copies.into_iter().map(Session::new).collect();
-    app.sessions.create(&copies).map_err(|capacity| {
-        app.metrics.count_refusal();
-        ForkError::Capacity(capacity)
-    })?;
+    app.sessions.create(&copies).map_err(refused)?;
     Ok(copies.iter().map(|copy| copy.id.clone()).collect())
 }

@@ -2,8 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::gym::{Episode, StepError};
 use super::steps::Weight;
@@ -16,6 +18,8 @@ const HEAVY_FUEL: u64 = 3_000_000;
 pub(super) struct Session {
     pub(super) id: String,
     episode: Mutex<Box<dyn Episode>>,
+    /// One permit, for the request whose turn it is.
+    turns: Arc<Semaphore>,
     /// A running mean of what its steps burn.
     fuel: AtomicU64,
     last_used: Mutex<Instant>,
@@ -26,12 +30,21 @@ impl Session {
         Arc::new(Self {
             id: uuid4(),
             episode: Mutex::new(episode),
+            turns: Arc::new(Semaphore::new(1)),
             fuel: AtomicU64::new(0),
             last_used: Mutex::new(Instant::now()),
         })
     }
 
-    /// Waits until no other request uses the environment.
+    /// Waits until no other request has a turn, first come, first served.
+    pub(super) async fn turn(&self) -> OwnedSemaphorePermit {
+        Arc::clone(&self.turns)
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed")
+    }
+
+    /// Waits until nobody else uses the environment: for whoever has the turn, not for long.
     pub(super) fn episode(&self) -> MutexGuard<'_, Box<dyn Episode>> {
         self.touch();
         self.episode.lock().unwrap_or_else(PoisonError::into_inner)
@@ -39,7 +52,12 @@ impl Session {
 
     /// Returns the environment unless a request uses it.
     pub(super) fn idle_episode(&self) -> Option<MutexGuard<'_, Box<dyn Episode>>> {
-        self.episode.try_lock().ok()
+        match self.episode.try_lock() {
+            Ok(episode) => Some(episode),
+            // A step that panicked left it; the next reset mends it.
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     pub(super) fn touch(&self) {
@@ -138,6 +156,18 @@ impl Sessions {
                 is_closing: false,
             };
             all.insert(session.id.clone(), entry);
+        }
+        Ok(())
+    }
+
+    /// Returns whether there are slots for `count` more.
+    pub(super) fn check_room(&self, count: usize) -> Result<(), AtCapacity> {
+        let active = self.active();
+        if active + count > self.max {
+            return Err(AtCapacity {
+                active,
+                max: self.max,
+            });
         }
         Ok(())
     }
@@ -254,5 +284,58 @@ impl Sessions {
             }
         }
         Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, Value};
+
+    use super::*;
+    use crate::openenv::gym::Observation;
+    use crate::sandbox::Cancel;
+
+    struct Bare;
+
+    impl Episode for Bare {
+        fn reset(&mut self, _: &Map<String, Value>, _: &Cancel) -> Result<Observation, StepError> {
+            Ok(Observation::default())
+        }
+
+        fn step(
+            &mut self,
+            _: &Map<String, Value>,
+            _: Option<Duration>,
+            _: &Cancel,
+        ) -> Result<Observation, StepError> {
+            Ok(Observation::default())
+        }
+
+        fn state(&self) -> Value {
+            Value::Null
+        }
+
+        fn fork(&mut self, _: usize) -> Result<Vec<Box<dyn Episode>>, StepError> {
+            Ok(Vec::new())
+        }
+
+        fn park(&mut self) -> Result<bool, StepError> {
+            Ok(true)
+        }
+    }
+
+    #[test]
+    fn a_session_whose_step_panicked_is_still_looked_after() {
+        let sessions = Sessions::new(1);
+        let session = Session::new(Box::new(Bare));
+        sessions.create(std::slice::from_ref(&session)).unwrap();
+        let stepping = Arc::clone(&session);
+        let step = std::thread::spawn(move || {
+            let _episode = stepping.episode();
+            panic!("of the test");
+        });
+        step.join().unwrap_err();
+        assert!(sessions.park_one().unwrap());
+        assert_eq!(sessions.reap(Duration::ZERO), 1);
     }
 }

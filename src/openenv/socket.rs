@@ -115,6 +115,8 @@ impl Line {
     /// Waits for something to happen on the socket, and puts a frame for us into `waiting`.
     async fn listen(&mut self) -> Result<(), Gone> {
         tokio::select! {
+            // What was sent while nobody read is heard before the silence is judged.
+            biased;
             received = self.socket.recv() => {
                 self.heard = Instant::now();
                 match received {
@@ -183,6 +185,7 @@ pub(super) async fn serve(
     socket: WebSocket,
     dialect: Dialect,
     attach_to: Option<String>,
+    _open: OpenSocket,
 ) {
     let mut line = Line::new(socket, app.config.max_message_bytes);
     let session = match attach_to {
@@ -238,6 +241,22 @@ pub(super) async fn serve(
         Ok(End::Asked) => line.close(close_code::NORMAL, "").await,
         Ok(End::Stopping) => line.close(close_code::AWAY, "the server stops").await,
         Err(Gone) => {}
+    }
+}
+
+/// A socket, counted from its request to its end.
+pub(super) struct OpenSocket(Arc<App>);
+
+impl OpenSocket {
+    pub(super) fn new(app: &Arc<App>) -> Self {
+        app.sockets.send_modify(|open| *open += 1);
+        Self(Arc::clone(app))
+    }
+}
+
+impl Drop for OpenSocket {
+    fn drop(&mut self) {
+        self.0.sockets.send_modify(|open| *open -= 1);
     }
 }
 
@@ -316,14 +335,7 @@ async fn answer_frame(
     let message = match wire::read_json(text) {
         Ok(Value::Object(message)) => message,
         Ok(other) => {
-            let kind = match other {
-                Value::Array(_) => "list",
-                Value::String(_) => "str",
-                Value::Bool(_) => "bool",
-                Value::Null => "NoneType",
-                Value::Number(number) if number.is_f64() => "float",
-                Value::Number(_) | Value::Object(_) => "int",
-            };
+            let kind = validate::python_type(&other);
             let message = format!("'{kind}' object has no attribute 'get'");
             return Ok((Some(wire::error(&message, "SESSION_ERROR")), After::Close));
         }
@@ -408,11 +420,6 @@ fn reply(app: &Arc<App>, observed: Result<Observation, StepError>) -> String {
 }
 
 fn step_error(app: &Arc<App>, error: &StepError) -> String {
-    if let StepError::StateLost { .. } | StepError::NoEpisode = error {
-        app.metrics.count_lost();
-    }
-    if error.is_fault() {
-        tracing::error!(error = %error.describe(), "a step failed");
-    }
+    app.note(error);
     wire::error(&error.describe(), "EXECUTION_ERROR")
 }

@@ -311,15 +311,18 @@ impl TaskEpisode {
             content: String::new(),
             tool_calls: vec![Ok(call)],
         };
-        let result = begun.environment.step(&turn)?;
+        // A step that fails is not one of the policy's turns, and may be sent again.
+        let mut environment = begun.environment.clone();
+        let result = environment.step(&turn)?;
         if cancel.is_cancelled() {
             return Err(StepError::Cancelled);
         }
-        self.progress.step_count += 1;
-        begun.is_over = result.done;
         if let Some(fault) = result.fault {
             return Err(StepError::Environment { message: fault });
         }
+        begun.environment = environment;
+        self.progress.step_count += 1;
+        begun.is_over = result.done;
         let mut text = String::new();
         for message in &result.observation {
             text.push_str(&message.content);

@@ -29,6 +29,14 @@ struct TestServer {
 
 impl TestServer {
     async fn start(environment: Environment, config: ServerConfig) -> Self {
+        Self::start_with_grace(environment, config, PATIENCE).await
+    }
+
+    async fn start_with_grace(
+        environment: Environment,
+        config: ServerConfig,
+        grace: Duration,
+    ) -> Self {
         let server = Server::new(environment, config).unwrap();
         let app = Arc::clone(&server.app);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -37,7 +45,7 @@ impl TestServer {
         let shutdown = async {
             let _ = stopped.await;
         };
-        let served = tokio::spawn(server.serve(listener, shutdown, PATIENCE));
+        let served = tokio::spawn(server.serve(listener, shutdown, grace));
         Self {
             address,
             app,
@@ -661,6 +669,10 @@ async fn a_stop_lets_the_step_under_way_finish() {
         .await;
     server.stop.take().unwrap().send(()).unwrap();
     assert_eq!(idle.receive().await, Err(Some(1001)));
+    // What runs the server ends with it, and all that is left of the step.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(server.app.steps.load().demoted, 1, "the step still runs");
+    assert!(!server.served.is_finished(), "the server waits for it");
     let text = busy.receive().await.expect("the step's observation");
     assert!(text.contains("3000000"), "{text}");
     assert_eq!(busy.receive().await, Err(Some(1001)));
@@ -668,12 +680,109 @@ async fn a_stop_lets_the_step_under_way_finish() {
     server.served.await.unwrap().unwrap();
 }
 
+#[tokio::test]
+async fn a_stop_waits_no_longer_than_it_may() {
+    let mut server = TestServer::start_with_grace(
+        Environment::Python {
+            runtime: RUNTIME.clone(),
+            limits: Limits::default(),
+        },
+        ServerConfig::default(),
+        Duration::from_millis(50),
+    )
+    .await;
+    let mut busy = server.connect().await;
+    busy.reset().await;
+    let code = "while True: pass";
+    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
+        .await;
+    server
+        .until("the step runs", |app| app.steps.load().demoted == 1)
+        .await;
+    server.stop.take().unwrap().send(()).unwrap();
+    tokio::time::timeout(PATIENCE, server.served)
+        .await
+        .expect("the server ends")
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test]
+async fn requests_that_wait_for_one_session_take_no_thread() {
+    let server = TestServer::python(ServerConfig {
+        threads: 1,
+        max_running: 2,
+        ..ServerConfig::default()
+    })
+    .await;
+    let mut busy = server.connect().await;
+    let id = busy.reset().await["data"]["observation"]["metadata"]["session_id"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let code = "while True: pass";
+    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
+        .await;
+    server
+        .until("the step runs", |app| app.steps.load().demoted == 1)
+        .await;
+    let path = format!("/sessions/{id}/fork");
+    let mut waiting = Vec::new();
+    for _ in 0..8 {
+        let mut stream = TcpStream::connect(server.address).await.unwrap();
+        let request = format!("POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        waiting.push(stream);
+    }
+    let session = server.app.sessions.get(&id).unwrap();
+    // Each request has its share of the session, as the entry, this test and the step have theirs.
+    server
+        .until("the forks wait", |_| Arc::strong_count(&session) >= 8 + 3)
+        .await;
+    let mut other = server.connect().await;
+    other.reset().await;
+    assert_eq!(other.stdout("print(1)").await, "1\n");
+    let load = server.app.steps.load();
+    assert_eq!((load.waiting, load.demoted), (0, 1));
+}
+
+#[tokio::test]
+async fn copies_without_room_are_refused_before_they_are_made() {
+    let server = TestServer::python(ServerConfig {
+        max_sessions: 2,
+        ..ServerConfig::default()
+    })
+    .await;
+    let mut busy = server.connect().await;
+    let id = busy.reset().await["data"]["observation"]["metadata"]["session_id"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let code = "while True: pass";
+    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
+        .await;
+    server
+        .until("the step runs", |app| app.steps.load().demoted == 1)
+        .await;
+    let path = format!("/sessions/{id}/fork?count=2");
+    let (status, _, answer) = server.ask("POST", &path, "", "").await;
+    assert_eq!(status, 503, "{answer}");
+    assert_eq!(server.app.steps.load().demoted, 1, "the step still runs");
+}
+
 mod with_tasks {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
     use crate::grader::{DEFAULT_GRADER, GradeLimits, GraderRegistry, RewardTerms};
+    use crate::sandbox::{Dialogue, DialogueOutcome, ExecOutcome, ExecRequest};
     use crate::task::TaskOptions;
 
     async fn server() -> TestServer {
+        server_on(Arc::new(RUNTIME.clone())).await
+    }
+
+    async fn server_on(sandbox: Arc<dyn Sandbox>) -> TestServer {
         let file = tempfile::Builder::new()
             .suffix(".jsonl")
             .tempfile()
@@ -689,7 +798,6 @@ mod with_tasks {
         });
         fs_err::write(file.path(), tasks.join("\n")).unwrap();
         let tasks = TaskSet::open_with(file.path(), &TaskOptions::default()).unwrap();
-        let sandbox: Arc<dyn Sandbox> = Arc::new(RUNTIME.clone());
         let graders = GraderRegistry::standard(&sandbox, &GradeLimits::default());
         let environment = Environment::Tasks {
             name: "numbers".to_owned(),
@@ -753,6 +861,58 @@ mod with_tasks {
             assert_eq!(end["data"]["done"], true);
             let late = socket.call(call("run_python", json!({"code": ""}))).await;
             assert_eq!(late["data"]["code"], "EXECUTION_ERROR", "{late}");
+        }
+    }
+
+    /// Has no interpreter to give as long as it is told so.
+    #[derive(Debug)]
+    struct Exhausted(AtomicBool);
+
+    impl Sandbox for Exhausted {
+        fn exec_cancellable(
+            &self,
+            request: &ExecRequest,
+            limits: &Limits,
+            cancel: &Cancel,
+        ) -> Result<ExecOutcome, SandboxError> {
+            if self.0.load(Ordering::SeqCst) {
+                return Err(SandboxError::PoolExhausted { limit: 1 });
+            }
+            RUNTIME.exec_cancellable(request, limits, cancel)
+        }
+
+        fn session(&self, limits: &Limits) -> Result<crate::sandbox::Session, SandboxError> {
+            RUNTIME.session(limits)
+        }
+
+        fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
+            RUNTIME.converse(dialogue)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_step_that_fails_is_no_turn_of_the_policy() {
+        let sandbox = Arc::new(Exhausted(AtomicBool::new(true)));
+        let server = server_on(Arc::clone(&sandbox) as Arc<dyn Sandbox>).await;
+        let mut socket = server.connect().await;
+        socket.reset().await;
+        // More than the four turns of an episode.
+        for _ in 0..6 {
+            let failed = socket
+                .call(call("run_python", json!({"code": "print(1)"})))
+                .await;
+            assert_eq!(failed["data"]["code"], "EXECUTION_ERROR", "{failed}");
+        }
+        sandbox.0.store(false, Ordering::SeqCst);
+        for _ in 0..3 {
+            let draft = socket
+                .call(call("run_python", json!({"code": "print(1)"})))
+                .await;
+            assert_eq!(
+                draft["data"]["observation"]["result"]["data"], "1",
+                "{draft}"
+            );
+            assert_eq!(draft["data"]["done"], false, "{draft}");
         }
     }
 

@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 /// Pydantic's documentation of its errors.
 const DOCS: &str = "https://errors.pydantic.dev/2.14/v";
 
+/// Beyond it, a number with a fraction is not sure to be whole: 2^53.
+const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
+
 /// One thing wrong with an input.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Invalid {
@@ -241,6 +244,19 @@ fn check_value(name: &str, kind: Kind, value: &Value) -> Option<Invalid> {
                 "Input should be greater than or equal to 0",
             )
             .map(|fault| fault.with_context(json!({"ge": 0}))),
+            // pydantic takes 1.0 for 1.
+            None if number.as_f64().is_some_and(|number| number.fract() == 0.0) => {
+                let is_negative = number.as_f64().is_some_and(|number| number < 0.0);
+                (is_negative && matches!(kind, Kind::Natural))
+                    .then(|| {
+                        invalid(
+                            "greater_than_equal",
+                            "Input should be greater than or equal to 0",
+                        )
+                    })
+                    .flatten()
+                    .map(|fault| fault.with_context(json!({"ge": 0})))
+            }
             None if number.is_f64() => invalid(
                 "int_from_float",
                 "Input should be a valid integer, got a number with a fractional part",
@@ -270,7 +286,20 @@ fn check_value(name: &str, kind: Kind, value: &Value) -> Option<Invalid> {
     }
 }
 
-fn python_type(value: &Value) -> &'static str {
+/// Returns a whole number from 0, which may be written with a fraction of nothing, as pydantic takes it.
+pub(super) fn natural(value: &Value) -> Option<u64> {
+    let whole = |number: &f64| number.fract() == 0.0 && (0.0..=MAX_WHOLE).contains(number);
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "whole, and in the range"
+    )]
+    value
+        .as_u64()
+        .or_else(|| value.as_f64().filter(whole).map(|number| number as u64))
+}
+
+pub(super) fn python_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "NoneType",
         Value::Bool(_) => "bool",
@@ -348,6 +377,28 @@ mod tests {
             python_repr(&value),
             "{'id': 1, 'a': [True, None, 1.5, \"it's\"], 'b': 'x\\n\\'\"'}"
         );
+    }
+
+    /// pydantic 2.13: `int` takes 1.0 for 1, and no 1.5.
+    #[test]
+    fn a_number_may_be_written_with_a_fraction_of_nothing() {
+        let fields = [Field::optional("seed", Kind::Natural)];
+        for (value, kind) in [
+            (json!(1.0), None),
+            (json!(1e3), None),
+            (json!(1.5), Some("int_from_float")),
+            (json!(-1.0), Some("greater_than_equal")),
+            (json!(-1), Some("greater_than_equal")),
+        ] {
+            let input = Map::from_iter([("seed".to_owned(), value.clone())]);
+            let faults = check(&input, &fields, false);
+            assert_eq!(faults.first().map(|fault| fault.kind), kind, "{value}");
+        }
+        assert_eq!(natural(&json!(1.0)), Some(1));
+        assert_eq!(natural(&json!(7)), Some(7));
+        for none in [json!(1.5), json!(-1.0), json!(1e300), json!("1")] {
+            assert_eq!(natural(&none), None, "{none}");
+        }
     }
 
     #[test]
