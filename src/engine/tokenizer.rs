@@ -334,6 +334,15 @@ impl Tokenizer {
         table.get(id as usize).map_or(&[], Vec::as_slice)
     }
 
+    /// Returns how many bytes the longest token adds to the text; 1 at least.
+    pub fn longest_token(&self) -> usize {
+        let table = self
+            .inner
+            .token_bytes
+            .get_or_init(|| self.all_token_bytes());
+        table.iter().map(Vec::len).max().unwrap_or(0).max(1)
+    }
+
     /// Returns whether a token was added to the vocabulary, as control tokens and marks are.
     pub(super) fn is_added(&self, id: u32) -> bool {
         self.inner.added.iter().any(|token| token.id == id)

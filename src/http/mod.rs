@@ -1,18 +1,20 @@
 //! What the servers share: serving until asked to stop, bearer tokens, names of requests, counts.
 
+mod bodies;
+mod connections;
 mod metrics;
 
 use std::fmt;
-use std::time::{Duration, SystemTime};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::SystemTime;
 
-use axum::Router;
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use axum::serve::ListenerExt as _;
-use tokio::net::TcpListener;
 
+pub(crate) use bodies::{Bodies, BodyError, BodyShare, check_values, give_back};
+pub use connections::serve;
 pub(crate) use metrics::{Histogram, ResponseCounts, series};
 
 /// The header that names a request, in the request and in its response.
@@ -20,6 +22,9 @@ pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 
 /// The most characters of a client's own name for a request.
 const MAX_REQUEST_ID: usize = 128;
+
+/// What precedes a token; schemes have no case (RFC 9110, section 11.1).
+const SCHEME: &[u8] = b"bearer ";
 
 /// What clients must send as `Authorization: Bearer`.
 #[derive(Clone)]
@@ -47,8 +52,9 @@ impl ApiKey {
     pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
         headers
             .get(header::AUTHORIZATION)
-            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "))
-            .is_some_and(|sent| blake3::hash(sent) == self.hash)
+            .and_then(|value| value.as_bytes().split_at_checked(SCHEME.len()))
+            .filter(|(scheme, _)| scheme.eq_ignore_ascii_case(SCHEME))
+            .is_some_and(|(_, sent)| blake3::hash(sent) == self.hash)
     }
 }
 
@@ -89,6 +95,34 @@ pub(crate) async fn name_request(request: Request, next: Next) -> Response {
     response
 }
 
+/// Returns whether a request comes from a page of another site, which a browser says by `Origin`: it would
+/// reach a server on this machine that asks for no key. A name that is no address and not `localhost` may
+/// be made to lead here by whoever owns it, so it is another site.
+pub(crate) fn is_cross_site(headers: &HeaderMap) -> bool {
+    let Some(origin) = headers.get(header::ORIGIN) else {
+        return false;
+    };
+    let own = headers
+        .get(header::HOST)
+        .and_then(|host| host.to_str().ok());
+    let is_own = |origin: &str| {
+        let authority = origin.split_once("://").map(|(_, authority)| authority);
+        authority.is_some() && authority == own && authority.is_some_and(is_local_name)
+    };
+    !origin.to_str().is_ok_and(is_own)
+}
+
+/// Returns whether `authority`, a host with or without a port, is an address or `localhost`.
+fn is_local_name(authority: &str) -> bool {
+    if authority.parse::<SocketAddr>().is_ok() || authority.parse::<IpAddr>().is_ok() {
+        return true;
+    }
+    let host = authority
+        .rsplit_once(':')
+        .map_or(authority, |(host, _)| host);
+    host == "localhost" || host.parse::<Ipv4Addr>().is_ok() || host.ends_with(']')
+}
+
 /// Returns counts as Prometheus asks for them.
 pub(crate) fn metrics_page(text: String) -> Response {
     let kind = [(
@@ -96,41 +130,6 @@ pub(crate) fn metrics_page(text: String) -> Response {
         "text/plain; version=0.0.4; charset=utf-8",
     )];
     (kind, text).into_response()
-}
-
-/// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`.
-///
-/// # Errors
-///
-/// Fails if the listener does.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-    grace: Duration,
-) -> std::io::Result<()> {
-    // A reply that waits for the acknowledgement of the one before would take 40 ms longer.
-    let listener = listener.tap_io(|stream| {
-        // Without it the connection is slower, no more.
-        let _ = stream.set_nodelay(true);
-    });
-    let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
-    let server = axum::serve(listener, router).with_graceful_shutdown(async {
-        // A dropped sender means the same.
-        let _ = receiver.await;
-    });
-    let overdue = async {
-        shutdown.await;
-        let _ = sender.send(());
-        tokio::time::sleep(grace).await;
-    };
-    tokio::select! {
-        served = server => served,
-        () = overdue => {
-            tracing::warn!(?grace, "requests were cut off at the end of the time to finish");
-            Ok(())
-        }
-    }
 }
 
 #[cfg(test)]
@@ -154,8 +153,32 @@ mod tests {
             HeaderMap::from_iter([(header::AUTHORIZATION, value)])
         };
         assert!(key.admits(&sent("Bearer secret")));
+        assert!(key.admits(&sent("bearer secret")));
+        assert!(!key.admits(&sent("Basic  secret")));
         assert!(!key.admits(&sent("Bearer secrets")));
         assert!(!key.admits(&sent("secret")));
         assert!(!key.admits(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn pages_of_other_sites_are_told_from_programs_and_own_pages() {
+        let sent = |origin: &str, host: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::HOST, HeaderValue::from_str(host).unwrap());
+            if !origin.is_empty() {
+                headers.insert(header::ORIGIN, HeaderValue::from_str(origin).unwrap());
+            }
+            is_cross_site(&headers)
+        };
+        assert!(!sent("", "evil.example"));
+        assert!(!sent("http://127.0.0.1:8000", "127.0.0.1:8000"));
+        assert!(!sent("http://localhost:8000", "localhost:8000"));
+        assert!(!sent("http://[::1]:8000", "[::1]:8000"));
+        assert!(!sent("http://localhost", "localhost"));
+        assert!(sent("http://evil.example", "127.0.0.1:8000"));
+        assert!(sent("http://localhost:3000", "localhost:8000"));
+        // A name of theirs that leads here.
+        assert!(sent("http://evil.example:8000", "evil.example:8000"));
+        assert!(sent("null", "127.0.0.1:8000"));
     }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
+use axum::extract::{Extension, State};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
@@ -20,6 +20,7 @@ use crate::engine::{
     EngineError, FinishReason, Finished, GenerateRequest, GeneratedToken, SamplingParams,
     TokenLogprob,
 };
+use crate::http::BodyShare;
 
 /// A request that was read.
 struct Prepared {
@@ -32,14 +33,15 @@ struct Prepared {
 
 pub(super) async fn complete(
     State(app): State<Arc<App>>,
+    share: Option<Extension<BodyShare>>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let request = ChatRequest::take(app.read(body)?)?;
-    let reading = Arc::clone(&app);
-    // Rendering and tokenizing a long conversation takes a while.
-    let prepared = tokio::task::spawn_blocking(move || prepare(&reading, &request))
-        .await
-        .map_err(|error| ApiError::internal(&error))??;
+    let share = share.map(|Extension(share)| share);
+    let prepared = app
+        .prepare(body, share, |app, fields| {
+            prepare(app, &ChatRequest::take(fields)?)
+        })
+        .await?;
     let Prepared {
         generate,
         reader,
@@ -128,6 +130,7 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
         extra,
     };
     let chat = app.model.template.render(&messages, &tools, &options)?;
+    app.check_length(&chat.text, request.common.keys)?;
     let prompt = app.model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
     let is_thinking = chat.text.trim_end().ends_with("<think>");
     let reasoning = match (is_thinking, options.enable_thinking) {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
+use axum::extract::{Extension, State};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
@@ -17,17 +17,20 @@ use super::{ApiError, App, unix_seconds};
 use crate::engine::{
     EngineError, Finished, GenerateRequest, GeneratedToken, Generation, Tokenizer,
 };
+use crate::http::BodyShare;
 
 pub(super) async fn complete(
     State(app): State<Arc<App>>,
+    share: Option<Extension<BodyShare>>,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let request = CompletionRequest::take(app.read(body)?)?;
-    let reading = Arc::clone(&app);
-    let prepare = move || prepare(&reading, &request).map(|prepared| (prepared, request));
-    let (mut prompts, request) = tokio::task::spawn_blocking(prepare)
-        .await
-        .map_err(|error| ApiError::internal(&error))??;
+    let share = share.map(|Extension(share)| share);
+    let (mut prompts, request) = app
+        .prepare(body, share, |app, fields| {
+            let request = CompletionRequest::take(fields)?;
+            Ok((prepare(app, &request)?, request))
+        })
+        .await?;
     let envelope = Envelope {
         id: app.id("cmpl"),
         object: "text_completion",
@@ -125,7 +128,10 @@ fn prepare(app: &App, request: &CompletionRequest) -> Result<Vec<GenerateRequest
             return Err(ApiError::invalid(param, message));
         }
     }
-    let encode = |text: &String| app.model.tokenizer.encode(text);
+    let encode = |text: &String| {
+        app.check_length(text, request.common.keys)?;
+        Ok::<_, ApiError>(app.model.tokenizer.encode(text)?)
+    };
     let prompts: Vec<Vec<u32>> = match &request.prompt {
         Prompt::Text(text) => vec![encode(text)?],
         Prompt::Tokens(tokens) => vec![tokens.clone()],

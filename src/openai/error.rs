@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::chat::ChatError;
 use crate::engine::{BusyError, EngineError};
+use crate::http::BodyError;
 
 /// What a client is told went wrong.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +26,11 @@ pub enum ApiError {
     /// The key is missing or wrong.
     #[error("missing or wrong API key; send it as `Authorization: Bearer KEY`")]
     Unauthorized,
+    /// A page of another site asks, through somebody's browser.
+    #[error(
+        "pages of other sites are not answered by a server without a key; start it with `--api-key-env`"
+    )]
+    CrossSite,
     /// No such model.
     #[error("the model `{model}` does not exist; this server has `{known}`")]
     UnknownModel {
@@ -48,6 +54,9 @@ pub enum ApiError {
         /// The largest body that is read.
         limit: usize,
     },
+    /// The body did not come in time.
+    #[error("the request body did not come in time")]
+    TooSlow,
     /// Too much is under way.
     #[error("{0}; try again later")]
     Busy(BusyError),
@@ -85,6 +94,8 @@ impl ApiError {
         match self {
             Self::Invalid { .. } => StatusCode::BAD_REQUEST,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
+            Self::CrossSite => StatusCode::FORBIDDEN,
+            Self::TooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::UnknownModel { .. } | Self::NotFound { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
@@ -104,7 +115,9 @@ impl ApiError {
                 Some("model_not_found"),
                 Some("model"),
             ),
-            Self::NotFound { .. } | Self::MethodNotAllowed => ("invalid_request_error", None, None),
+            Self::NotFound { .. } | Self::MethodNotAllowed | Self::CrossSite | Self::TooSlow => {
+                ("invalid_request_error", None, None)
+            }
             Self::TooLarge { .. } => ("invalid_request_error", Some("request_too_large"), None),
             Self::Busy(BusyError::Full { .. }) => {
                 ("rate_limit_error", Some("rate_limit_exceeded"), None)
@@ -120,11 +133,31 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status(), Json(self.body())).into_response();
-        if matches!(self, Self::Busy(_)) {
-            let headers = response.headers_mut();
-            headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        let headers = response.headers_mut();
+        match self {
+            Self::Busy(_) => {
+                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            Self::Unauthorized => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            _ => {}
         }
         response
+    }
+}
+
+impl From<BodyError> for ApiError {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::TooLarge { limit } => Self::TooLarge { limit },
+            BodyError::TooSlow => Self::TooSlow,
+            BodyError::TooManyValues | BodyError::Broken => Self::Invalid {
+                message: error.to_string(),
+                param: None,
+                code: None,
+            },
+        }
     }
 }
 
@@ -152,7 +185,7 @@ impl From<EngineError> for ApiError {
 impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
         match error {
-            ChatError::Refused { .. } | ChatError::Render { .. } => {
+            ChatError::Refused { .. } | ChatError::Render { .. } | ChatError::OutOfFuel { .. } => {
                 Self::invalid("messages", error.to_string())
             }
             error => Self::internal(&error),

@@ -44,7 +44,9 @@ use serde_json::{Value, json};
 
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::engine::{EngineError, EngineHandle, GuideFactory, Tokenizer};
-use crate::http::{self, ApiKey, name_request, unix_seconds};
+use crate::http::{
+    self, ApiKey, Bodies, BodyShare, give_back, is_cross_site, name_request, unix_seconds,
+};
 
 pub use error::ApiError;
 
@@ -97,6 +99,7 @@ struct App {
     started: u64,
     requests: AtomicU64,
     guides: OnceLock<Result<GuideFactory, EngineError>>,
+    bodies: Bodies,
 }
 
 impl App {
@@ -116,8 +119,14 @@ impl App {
         })
     }
 
-    /// Reads a request's body.
-    fn read(&self, body: Result<Bytes, BytesRejection>) -> Result<Fields, ApiError> {
+    /// Makes sense of a request's body by `prepare`, on a thread that may take its time: rendering and
+    /// tokenizing a long conversation does.
+    async fn prepare<T: Send + 'static>(
+        self: &Arc<Self>,
+        body: Result<Bytes, BytesRejection>,
+        share: Option<BodyShare>,
+        prepare: impl FnOnce(&Self, Fields) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
         let body = body.map_err(|rejection| match rejection.status() {
             StatusCode::PAYLOAD_TOO_LARGE => ApiError::TooLarge {
                 limit: self.config.max_body_bytes,
@@ -128,7 +137,15 @@ impl App {
                 code: None,
             },
         })?;
-        Fields::parse(&body)
+        let app = Arc::clone(self);
+        let work = move || {
+            let prepared = Fields::parse(&body).and_then(|fields| prepare(&app, fields));
+            give_back(&body);
+            drop(share);
+            prepared
+        };
+        let prepared = tokio::task::spawn_blocking(work).await;
+        prepared.map_err(|error| ApiError::internal(&error))?
     }
 
     /// Returns the most completions of one request: more than are let in at a time never fit.
@@ -141,6 +158,7 @@ impl App {
 pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) -> Router {
     let body_limit = DefaultBodyLimit::max(config.max_body_bytes);
     let app = Arc::new(App {
+        bodies: Bodies::new(config.max_body_bytes),
         engine,
         model,
         config,
@@ -154,6 +172,7 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
         .route("/v1/models/{*model}", get(model_card))
         .route("/v1/chat/completions", post(chat::complete))
         .route("/v1/completions", post(completions::complete))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), read_body))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
     v1.route("/health", get(health))
         .route("/metrics", get(metrics_page))
@@ -180,7 +199,15 @@ async fn authorize(
     {
         return ApiError::Unauthorized.into_response();
     }
+    if app.config.api_key.is_none() && is_cross_site(&headers) {
+        return ApiError::CrossSite.into_response();
+    }
     next.run(request).await
+}
+
+async fn read_body(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let refuse = |error| ApiError::from(error).into_response();
+    app.bodies.read(request, next, refuse).await
 }
 
 async fn count(

@@ -114,6 +114,29 @@ impl Common {
     }
 }
 
+impl App {
+    /// Refuses a prompt that is too long for the context whatever its tokens are: tokenizing it would take
+    /// a hundred times its memory.
+    pub(super) fn check_length(&self, prompt: &str, keys: Keys) -> Result<(), ApiError> {
+        let context = self.engine.limits().max_context;
+        // A normalizer may have made the text longer.
+        let most = context
+            .saturating_mul(self.model.tokenizer.longest_token())
+            .saturating_mul(4);
+        if prompt.len() <= most {
+            return Ok(());
+        }
+        Err(ApiError::Invalid {
+            message: format!(
+                "the prompt has {} bytes, more than the {context} tokens of the context hold",
+                prompt.len()
+            ),
+            param: Some(keys.prompt),
+            code: Some("context_length_exceeded"),
+        })
+    }
+}
+
 impl Keys {
     /// Returns the engine's refusal of a request in the words of the client.
     pub(super) fn refuse(self, error: EngineError) -> ApiError {

@@ -852,7 +852,7 @@ async fn a_server_that_is_asked_to_stop_finishes_what_is_under_way() {
     let answer = String::from_utf8(answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(answer.contains("data: [DONE]"), "{answer}");
-    server.await.unwrap().unwrap();
+    server.await.unwrap();
     let again = tokio::net::TcpStream::connect(address).await;
     assert_eq!(
         again.unwrap_err().kind(),

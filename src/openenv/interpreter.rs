@@ -52,8 +52,8 @@ enum Place {
     /// No step has needed it yet.
     Fresh,
     Live(Session),
-    /// Idle for long: its changed pages.
-    Parked(Box<Snapshot>),
+    /// Idle for long: its changed pages. Copies of it share them.
+    Parked(Arc<Snapshot>),
     Lost {
         exit: String,
     },
@@ -136,7 +136,7 @@ impl Interpreter {
         Ok(match &mut self.place {
             Place::Fresh => (0..count).map(|_| copy(Place::Fresh)).collect(),
             Place::Parked(snapshot) => (0..count)
-                .map(|_| copy(Place::Parked(snapshot.clone())))
+                .map(|_| copy(Place::Parked(Arc::clone(snapshot))))
                 .collect(),
             Place::Live(session) => match session.fork(count) {
                 Ok(children) => {
@@ -145,9 +145,9 @@ impl Interpreter {
                 }
                 // At rest they need none.
                 Err(SandboxError::PoolExhausted { .. }) => {
-                    let snapshot = Box::new(session.snapshot()?);
+                    let snapshot = Arc::new(session.snapshot()?);
                     (0..count)
-                        .map(|_| copy(Place::Parked(snapshot.clone())))
+                        .map(|_| copy(Place::Parked(Arc::clone(&snapshot))))
                         .collect()
                 }
                 Err(error) => return Err(error.into()),
@@ -167,7 +167,7 @@ impl Interpreter {
             Err(SandboxError::FilesNotSaved) => return Ok(false),
             Err(error) => return Err(error.into()),
         };
-        self.place = Place::Parked(Box::new(snapshot));
+        self.place = Place::Parked(Arc::new(snapshot));
         Ok(true)
     }
 }

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{get, post};
@@ -47,7 +47,7 @@ use tokio::sync::{oneshot, watch};
 
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::Grader;
-use crate::http::{self, ApiKey, name_request};
+use crate::http::{self, ApiKey, Bodies, BodyError, is_cross_site, name_request};
 use crate::sandbox::{Cancel, Limits, Sandbox, SandboxError, WasmRuntime};
 use crate::task::TaskSet;
 
@@ -165,6 +165,7 @@ struct App {
     sessions: Sessions,
     steps: Steps,
     metrics: Metrics,
+    bodies: Bodies,
     is_stopping: watch::Sender<bool>,
     /// How many sockets are open: no request of HTTP is, once its connection became one.
     sockets: watch::Sender<usize>,
@@ -225,6 +226,7 @@ impl Server {
                 sessions: Sessions::new(config.max_sessions),
                 steps,
                 metrics: Metrics::default(),
+                bodies: Bodies::new(config.max_message_bytes),
                 is_stopping: watch::Sender::new(false),
                 sockets: watch::Sender::new(0),
                 config,
@@ -257,6 +259,7 @@ impl Server {
             .route("/{env_name}/num_tasks", post(routes::num_tasks))
             .route("/{env_name}/task", post(routes::one_task))
             .route("/{env_name}/task_range", post(routes::task_range))
+            .route_layer(middleware::from_fn_with_state(Arc::clone(app), read_body))
             .route_layer(middleware::from_fn_with_state(Arc::clone(app), authorize));
         guarded
             .route("/health", get(routes::health))
@@ -274,16 +277,12 @@ impl Server {
 
     /// Serves until `shutdown` is ready. Then idle sockets are closed at once, and those with a step
     /// under way after it, within `grace`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the listener does.
     pub async fn serve(
         self,
         listener: TcpListener,
         shutdown: impl Future<Output = ()> + Send + 'static,
         grace: Duration,
-    ) -> std::io::Result<()> {
+    ) {
         let app = &self.app;
         let keeper = tokio::spawn(keep(Arc::clone(app)));
         let stopping = Arc::clone(app);
@@ -297,20 +296,17 @@ impl Server {
         };
         let mut sockets = app.sockets.subscribe();
         let served = async {
-            http::serve(listener, self.router(), shutdown, grace).await?;
+            http::serve(listener, self.router(), shutdown, grace).await;
             // The sender is a part of `app`.
             let _ = sockets.wait_for(|open| *open == 0).await;
-            Ok(())
         };
-        let served = tokio::select! {
-            served = served => served,
+        tokio::select! {
+            () = served => {}
             () = overdue => {
-                tracing::warn!(?grace, "sockets were cut off at the end of the time to finish");
-                Ok(())
+                tracing::warn!(?grace, "steps were cut off at the end of the time to finish");
             }
-        };
+        }
         keeper.abort();
-        served
     }
 }
 
@@ -464,12 +460,36 @@ async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) ->
     if let Some(key) = &app.config.api_key
         && !key.admits(request.headers())
     {
-        return routes::detail(
+        let mut refused = routes::detail(
             StatusCode::UNAUTHORIZED,
             "missing or wrong token; send it as `Authorization: Bearer TOKEN`",
         );
+        let scheme = HeaderValue::from_static("Bearer");
+        refused
+            .headers_mut()
+            .insert(header::WWW_AUTHENTICATE, scheme);
+        return refused;
+    }
+    if app.config.api_key.is_none() && is_cross_site(request.headers()) {
+        return routes::detail(
+            StatusCode::FORBIDDEN,
+            "pages of other sites are not answered by a server without a token; start it with \
+             `--api-key-env`",
+        );
     }
     next.run(request).await
+}
+
+async fn read_body(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let refuse = |error: BodyError| {
+        let status = match error {
+            BodyError::TooLarge { .. } | BodyError::TooManyValues => StatusCode::PAYLOAD_TOO_LARGE,
+            BodyError::TooSlow => StatusCode::REQUEST_TIMEOUT,
+            BodyError::Broken => StatusCode::BAD_REQUEST,
+        };
+        routes::detail(status, error.to_string())
+    };
+    app.bodies.read(request, next, refuse).await
 }
 
 async fn count(

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, close_code};
+use futures_util::SinkExt as _;
 use serde_json::{Map, Value, json};
 use tokio::time::{Interval, MissedTickBehavior, interval_at};
 
@@ -25,8 +26,9 @@ const PING_EVERY: Duration = Duration::from_secs(20);
 const DEAD_AFTER: Duration = Duration::from_secs(60);
 /// How long a peer may take to read what is sent to it.
 const SEND_WITHIN: Duration = Duration::from_secs(60);
-/// Frames that wait behind a step; with more, or more than one message's bytes, reading stops.
-const MAX_WAITING: usize = 16;
+/// Frames that wait behind a step. With more, or more than one message's bytes, the socket is closed: if it
+/// were not read, nobody would notice that the client went away.
+const MAX_WAITING: usize = 256;
 
 const STEP: &[Field] = &[
     Field::required("data", Kind::Object),
@@ -99,6 +101,13 @@ impl Line {
         }
     }
 
+    async fn flush(&mut self) -> Result<(), Gone> {
+        match tokio::time::timeout(SEND_WITHIN, self.socket.flush()).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(Gone),
+        }
+    }
+
     async fn send_text(&mut self, text: String) -> Result<(), Gone> {
         self.send(Message::Text(text.into())).await
     }
@@ -120,7 +129,9 @@ impl Line {
             received = self.socket.recv() => {
                 self.heard = Instant::now();
                 match received {
-                    Some(Ok(Message::Ping(_) | Message::Pong(_))) => Ok(()),
+                    Some(Ok(Message::Pong(_))) => Ok(()),
+                    // Who asks and does not read the answers is heard no further.
+                    Some(Ok(Message::Ping(_))) => self.flush().await,
                     Some(Ok(Message::Close(_))) | None => Err(Gone),
                     Some(Ok(message)) => {
                         self.waiting_bytes += size(&message);
@@ -160,12 +171,15 @@ impl Line {
     async fn while_listening<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Gone> {
         let mut work = std::pin::pin!(work);
         loop {
-            let has_room =
-                self.waiting.len() < MAX_WAITING && self.waiting_bytes <= self.max_waiting_bytes;
             tokio::select! {
                 biased;
                 done = &mut work => return Ok(done),
-                heard = self.listen(), if has_room => heard?,
+                heard = self.listen() => heard?,
+            }
+            if self.waiting.len() > MAX_WAITING || self.waiting_bytes > self.max_waiting_bytes {
+                self.close(close_code::POLICY, "too much waits for an answer")
+                    .await;
+                return Err(Gone);
             }
         }
     }

@@ -271,7 +271,9 @@ impl TaskEpisode {
             return refused(format!("there is no split {split}; there is `{SPLIT}`"));
         }
         if let Some(id) = arguments.get("task_id").filter(|id| !id.is_null()) {
-            return match tasks.iter().find(|task| *id == task.id) {
+            // Sets of tasks count them; here ids are text.
+            let text = id.as_str().map_or_else(|| id.to_string(), str::to_owned);
+            return match tasks.iter().find(|task| task.id == text) {
                 Some(task) => Ok(Arc::clone(task)),
                 None => refused(format!("there is no task {id}")),
             };
@@ -378,7 +380,8 @@ impl Episode for TaskEpisode {
         arguments: &Map<String, Value>,
         _cancel: &Cancel,
     ) -> Result<Observation, StepError> {
-        let seed = natural(arguments, "seed")?.unwrap_or(0);
+        // Without one each episode is another, or all of them would be of one task.
+        let seed = natural(arguments, "seed")?.unwrap_or_else(rand::random);
         let task = self.choose(arguments, seed)?;
         let parts = &self.gym.parts;
         // Of its own, so that a copy's steps do not end with another's.

@@ -24,7 +24,7 @@ struct TestServer {
     address: SocketAddr,
     app: Arc<App>,
     stop: Option<oneshot::Sender<()>>,
-    served: tokio::task::JoinHandle<std::io::Result<()>>,
+    served: tokio::task::JoinHandle<()>,
 }
 
 impl TestServer {
@@ -677,7 +677,7 @@ async fn a_stop_lets_the_step_under_way_finish() {
     assert!(text.contains("3000000"), "{text}");
     assert_eq!(busy.receive().await, Err(Some(1001)));
     drop((idle, busy));
-    server.served.await.unwrap().unwrap();
+    server.served.await.unwrap();
 }
 
 #[tokio::test]
@@ -703,7 +703,6 @@ async fn a_stop_waits_no_longer_than_it_may() {
     tokio::time::timeout(PATIENCE, server.served)
         .await
         .expect("the server ends")
-        .unwrap()
         .unwrap();
 }
 
@@ -888,6 +887,27 @@ mod with_tasks {
         fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError> {
             RUNTIME.converse(dialogue)
         }
+    }
+
+    #[tokio::test]
+    async fn episodes_are_of_any_task_unless_one_is_asked_for() {
+        let server = server().await;
+        let mut socket = server.connect().await;
+        let mut seen = std::collections::BTreeSet::new();
+        for _ in 0..64 {
+            let begun = socket.reset().await;
+            seen.insert(begun["data"]["observation"]["task_id"].to_string());
+        }
+        assert_eq!(seen.len(), 2, "one of two tasks in 64 episodes: {seen:?}");
+        let of_seed = async |socket: &mut Socket| {
+            let reset = json!({"type": "reset", "data": {"seed": 7}});
+            socket.call(reset).await["data"]["observation"]["task_id"].clone()
+        };
+        assert_eq!(of_seed(&mut socket).await, of_seed(&mut socket).await);
+        let unknown = json!({"type": "reset", "data": {"task_id": 3}});
+        let refused = socket.call(unknown).await;
+        let message = refused["data"]["message"].as_str().unwrap();
+        assert!(message.contains("there is no task 3"), "{refused}");
     }
 
     #[tokio::test]

@@ -8,6 +8,11 @@ use serde_json::{Map, Value, json};
 /// Pydantic's documentation of its errors.
 const DOCS: &str = "https://errors.pydantic.dev/2.14/v";
 
+/// Most things that are found wrong with one input: who sends more need not be told of each.
+const MAX_FAULTS: usize = 32;
+/// The longest input that a report repeats.
+const MAX_ECHO: usize = 4096;
+
 /// Beyond it, a number with a fraction is not sure to be whole: 2^53.
 const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
 
@@ -27,7 +32,7 @@ impl Invalid {
             kind,
             location: vec![json!(name)],
             message: message.into(),
-            input: input.clone(),
+            input: echo(input),
             context: None,
         }
     }
@@ -61,7 +66,7 @@ impl Invalid {
             location: vec![json!("body")],
             message: "Input should be a valid dictionary or object to extract fields from"
                 .to_owned(),
-            input: input.clone(),
+            input: echo(input),
             context: None,
         }
     }
@@ -204,7 +209,7 @@ pub(super) fn check(
                 "missing",
                 field.name,
                 "Field required",
-                &Value::Object(input.clone()),
+                &whole(input),
             )),
             None => {}
             Some(Value::Null) if field.may_be_null => {}
@@ -213,7 +218,8 @@ pub(super) fn check(
     }
     if !allows_others {
         let is_known = |name: &str| fields.iter().any(|field| field.name == name);
-        for (name, value) in input.iter().filter(|(name, _)| !is_known(name)) {
+        let unknown = input.iter().filter(|(name, _)| !is_known(name));
+        for (name, value) in unknown.take(MAX_FAULTS.saturating_sub(faults.len())) {
             faults.push(Invalid::new(
                 "extra_forbidden",
                 name,
@@ -223,6 +229,53 @@ pub(super) fn check(
         }
     }
     faults
+}
+
+/// Returns what a report shows of an input: all of it, unless it is large.
+fn echo(input: &Value) -> Value {
+    let mut left = MAX_ECHO;
+    if is_within(input, &mut left) {
+        input.clone()
+    } else {
+        json!(format!("more than {MAX_ECHO} characters"))
+    }
+}
+
+fn whole(input: &Map<String, Value>) -> Value {
+    let mut left = MAX_ECHO;
+    let mut fields = input.iter();
+    if fields.all(|(name, value)| is_within_text(name, &mut left) && is_within(value, &mut left)) {
+        Value::Object(input.clone())
+    } else {
+        json!(format!("more than {MAX_ECHO} characters"))
+    }
+}
+
+/// Takes the length of `value` off what is left; returns whether there was enough.
+fn is_within(value: &Value, left: &mut usize) -> bool {
+    match value {
+        Value::String(text) => is_within_text(text, left),
+        Value::Array(items) => {
+            is_within_text("", left) && items.iter().all(|item| is_within(item, left))
+        }
+        Value::Object(fields) => {
+            is_within_text("", left)
+                && fields
+                    .iter()
+                    .all(|(name, value)| is_within_text(name, left) && is_within(value, left))
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => is_within_text("", left),
+    }
+}
+
+fn is_within_text(text: &str, left: &mut usize) -> bool {
+    match left.checked_sub(text.len() + 2) {
+        Some(rest) => {
+            *left = rest;
+            true
+        }
+        None => false,
+    }
 }
 
 fn check_value(name: &str, kind: Kind, value: &Value) -> Option<Invalid> {
@@ -399,6 +452,19 @@ mod tests {
         for none in [json!(1.5), json!(-1.0), json!(1e300), json!("1")] {
             assert_eq!(natural(&none), None, "{none}");
         }
+    }
+
+    #[test]
+    fn reports_are_short_whatever_the_input_is() {
+        let many: Map<String, Value> = (0..50_000).map(|n| (n.to_string(), json!(n))).collect();
+        let fields = [Field::required("code", Kind::Text { max: None })];
+        let faults = check(&many, &fields, false);
+        assert_eq!(faults.len(), MAX_FAULTS);
+        let text = reports(&faults, true).to_string();
+        assert!(text.len() < 16_384, "{}", text.len());
+        let mistyped = Map::from_iter([("code".to_owned(), Value::Object(many))]);
+        let text = reports(&check(&mistyped, &fields, false), true).to_string();
+        assert!(text.contains("more than 4096 characters"), "{text}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Frames of `/ws`.
 
+use crate::http::check_values;
 use serde_json::{Map, Value, json};
 
 use super::gym::Observation;
@@ -88,6 +89,14 @@ impl JsonFault {
 /// The place and the reason are those of Python for the usual mistakes; for rarer ones, as a bad
 /// escape, they are near.
 pub(super) fn read_json(text: &str) -> Result<Value, JsonFault> {
+    if check_values(text.as_bytes()).is_err() {
+        return Err(JsonFault {
+            message: "Too many values",
+            line: 1,
+            column: 1,
+            position: 0,
+        });
+    }
     serde_json::from_str(text).map_err(|error| fault(text, &error))
 }
 

@@ -107,9 +107,8 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
         printer.note(&format!(
             "Serving `{name}` at http://{address}/v1 with {limits}"
         ));
-        http::serve(listener, router, stop, args.grace)
-            .await
-            .map_err(Failure::internal)
+        http::serve(listener, router, stop, args.grace).await;
+        Ok(())
     })?;
     // The thread ends once its handles are gone; it panicked only if it has said so.
     let _ = thread.join();
@@ -131,10 +130,8 @@ fn run_environment(
             "Serving the environment `{}` at http://{address}",
             server.name()
         ));
-        server
-            .serve(listener, stop, args.grace)
-            .await
-            .map_err(Failure::internal)
+        server.serve(listener, stop, args.grace).await;
+        Ok(())
     })?;
     printer.note("Stopped");
     Ok(ExitStatus::Success)

@@ -1,0 +1,257 @@
+//! Bodies of requests, read whole and within bounds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::header;
+use axum::middleware::Next;
+use axum::response::Response;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// How long a client may take to send a body.
+const SEND_WITHIN: Duration = Duration::from_secs(60);
+
+/// Bodies up to this do not wait behind larger ones.
+const SMALL: usize = 256 << 10;
+/// How much of them is read and made sense of at a time.
+const ALL_SMALL: usize = 8 << 20;
+
+/// Most values of one JSON text: in memory one takes a hundred bytes and more, whatever its text does.
+const MAX_JSON_VALUES: usize = 1 << 18;
+
+/// Why a body was not read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum BodyError {
+    /// It is larger than any that is read.
+    #[error("the request body is larger than {limit} bytes")]
+    TooLarge {
+        /// The largest body that is read.
+        limit: usize,
+    },
+    /// It did not come in time.
+    #[error("the request body did not come in time")]
+    TooSlow,
+    /// It holds too much for its length.
+    #[error("the request body has more than {MAX_JSON_VALUES} JSON values")]
+    TooManyValues,
+    /// The connection broke.
+    #[error("the request body could not be read")]
+    Broken,
+}
+
+/// A share of what is read at a time, to be held while a body is made sense of.
+pub(crate) type BodyShare = Arc<OwnedSemaphorePermit>;
+
+/// The bodies that are read at a time: all together no more than the largest may have, so that who sends
+/// many large ones waits.
+#[derive(Debug, Clone)]
+pub(crate) struct Bodies {
+    limit: usize,
+    patience: Duration,
+    small: Arc<Semaphore>,
+    large: Arc<Semaphore>,
+}
+
+impl Bodies {
+    pub(crate) fn new(limit: usize) -> Self {
+        let semaphore = |bytes: usize| Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
+        Self {
+            limit: limit.min(u32::MAX as usize),
+            patience: SEND_WITHIN,
+            small: semaphore(ALL_SMALL),
+            large: semaphore(limit.min(u32::MAX as usize)),
+        }
+    }
+
+    /// Reads the body of a request and hands the request on with it, and with its [`BodyShare`] among its
+    /// extensions.
+    pub(crate) async fn read(
+        &self,
+        request: Request,
+        next: Next,
+        refuse: impl FnOnce(BodyError) -> Response,
+    ) -> Response {
+        match self.whole(request).await {
+            Ok(request) => next.run(request).await,
+            Err(error) => refuse(error),
+        }
+    }
+
+    async fn whole(&self, request: Request) -> Result<Request, BodyError> {
+        let (mut parts, body) = request.into_parts();
+        let announced = parts
+            .headers
+            .get(header::CONTENT_LENGTH)
+            .and_then(|length| length.to_str().ok()?.parse::<usize>().ok());
+        let is_chunked = parts.headers.contains_key(header::TRANSFER_ENCODING);
+        let bytes = match announced {
+            None if !is_chunked => return Ok(Request::from_parts(parts, body)),
+            Some(length) if length > self.limit => {
+                return Err(BodyError::TooLarge { limit: self.limit });
+            }
+            Some(length) => length,
+            None => self.limit,
+        };
+        let room = match bytes <= SMALL {
+            true => &self.small,
+            false => &self.large,
+        };
+        let permits = u32::try_from(bytes).expect("limits fit");
+        let share = Arc::clone(room)
+            .acquire_many_owned(permits)
+            .await
+            .expect("the semaphores are never closed");
+        let read =
+            tokio::time::timeout(self.patience, axum::body::to_bytes(body, self.limit)).await;
+        let body = match read {
+            Err(_) => return Err(BodyError::TooSlow),
+            Ok(Ok(body)) => body,
+            // An announced length is kept to.
+            Ok(Err(_)) if announced.is_none() => {
+                return Err(BodyError::TooLarge { limit: self.limit });
+            }
+            Ok(Err(_)) => return Err(BodyError::Broken),
+        };
+        check_values(&body)?;
+        parts.extensions.insert::<BodyShare>(Arc::new(share));
+        Ok(Request::from_parts(parts, Body::from(body)))
+    }
+}
+
+/// Refuses JSON whose values would take far more memory than its text.
+pub(crate) fn check_values(text: &[u8]) -> Result<(), BodyError> {
+    if text.len() <= MAX_JSON_VALUES {
+        return Ok(());
+    }
+    let mut values = 1;
+    let mut bytes = text.iter();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => {
+                while let Some(byte) = bytes.next() {
+                    match byte {
+                        b'\\' => drop(bytes.next()),
+                        b'"' => break,
+                        _ => {}
+                    }
+                }
+            }
+            b',' | b':' | b'[' | b'{' => values += 1,
+            _ => {}
+        }
+    }
+    if values > MAX_JSON_VALUES {
+        return Err(BodyError::TooManyValues);
+    }
+    Ok(())
+}
+
+/// Gives memory back that a large body took, which the allocator would keep for more of the kind.
+pub(crate) fn give_back(body: &Bytes) {
+    if body.len() > SMALL {
+        // SAFETY: `malloc_trim` has no preconditions.
+        #[expect(unsafe_code, reason = "asks the allocator for what it does not use")]
+        #[cfg(target_env = "gnu")]
+        unsafe {
+            libc::malloc_trim(0)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::Router;
+    use axum::http::StatusCode;
+    use axum::middleware;
+    use axum::response::IntoResponse as _;
+    use axum::routing::post;
+    use tower::ServiceExt as _;
+
+    use super::*;
+
+    fn router(bodies: &Bodies) -> Router {
+        let bodies = bodies.clone();
+        Router::new()
+            .route("/", post(async |body: String| body.len().to_string()))
+            .layer(middleware::from_fn(move |request: Request, next: Next| {
+                let bodies = bodies.clone();
+                async move {
+                    bodies
+                        .read(request, next, |error| {
+                            (StatusCode::BAD_REQUEST, error.to_string()).into_response()
+                        })
+                        .await
+                }
+            }))
+    }
+
+    fn sent(body: impl Into<Body>, length: Option<usize>) -> Request {
+        let request = axum::http::Request::post("/");
+        match length {
+            Some(length) => request.header(header::CONTENT_LENGTH, length),
+            None => request.header(header::TRANSFER_ENCODING, "chunked"),
+        }
+        .body(body.into())
+        .unwrap()
+    }
+
+    async fn answer(router: &Router, request: Request) -> String {
+        let response = router.clone().oneshot(request).await.unwrap();
+        let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await;
+        String::from_utf8(bytes.unwrap().to_vec()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_is_too_large_is_refused_before_it_is_read() {
+        let router = router(&Bodies::new(10));
+        assert_eq!(answer(&router, sent("0123456789", Some(10))).await, "10");
+        assert_eq!(answer(&router, sent("0123", None)).await, "4");
+        let refused = "the request body is larger than 10 bytes";
+        assert_eq!(answer(&router, sent("", Some(11))).await, refused);
+        assert_eq!(answer(&router, sent("0123456789a", None)).await, refused);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_does_not_come_is_given_up_and_its_share_is_free() {
+        let bodies = Bodies {
+            patience: Duration::from_millis(20),
+            ..Bodies::new(1000)
+        };
+        let router = router(&bodies);
+        let never = futures_util::stream::pending::<Result<Bytes, std::io::Error>>();
+        let refused = answer(&router, sent(Body::from_stream(never), Some(1000))).await;
+        assert_eq!(refused, "the request body did not come in time");
+        assert_eq!(bodies.small.available_permits(), ALL_SMALL);
+        assert_eq!(answer(&router, sent("ab", Some(2))).await, "2");
+    }
+
+    #[tokio::test]
+    async fn small_bodies_do_not_wait_behind_large_ones() {
+        let bodies = Bodies::new(4 << 20);
+        let router = router(&bodies);
+        let all = Arc::clone(&bodies.large).acquire_many_owned(4 << 20).await;
+        let large = " ".repeat(SMALL + 1);
+        let request = sent(large.clone(), Some(large.len()));
+        let mut waiting = Box::pin(answer(&router, request));
+        let early = tokio::time::timeout(Duration::from_millis(20), &mut waiting).await;
+        assert!(early.is_err(), "it waits");
+        assert_eq!(answer(&router, sent("ab", Some(2))).await, "2");
+        drop(all);
+        assert_eq!(waiting.await, (SMALL + 1).to_string());
+    }
+
+    #[test]
+    fn values_are_counted_outside_of_strings() {
+        let many = format!("[{}0]", "{\"\":0},".repeat(MAX_JSON_VALUES / 2));
+        assert_eq!(check_values(many.as_bytes()), Err(BodyError::TooManyValues));
+        let text = format!("[\"{}\\\",,\"]", ",[{:".repeat(MAX_JSON_VALUES));
+        assert_eq!(check_values(text.as_bytes()), Ok(()));
+        // Torn text is the parser's to refuse.
+        assert_eq!(
+            check_values("\"\\".repeat(MAX_JSON_VALUES).as_bytes()),
+            Ok(())
+        );
+    }
+}

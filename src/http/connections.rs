@@ -1,0 +1,191 @@
+//! Accepting and serving connections until asked to stop.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+
+/// How long a connection may take to send the head of a request, and be idle before it.
+const HEAD_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long nobody is let in after a connection could not be accepted, as where there are no more file
+/// descriptors.
+const REST: Duration = Duration::from_millis(100);
+
+/// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`. A connection
+/// that becomes a socket is the router's to look after.
+pub async fn serve(
+    listener: TcpListener,
+    router: Router,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+    grace: Duration,
+) {
+    serve_with(listener, router, shutdown, grace, HEAD_WITHIN).await;
+}
+
+async fn serve_with(
+    listener: TcpListener,
+    router: Router,
+    shutdown: impl Future<Output = ()>,
+    grace: Duration,
+    head_within: Duration,
+) {
+    raise_descriptor_limit();
+    let stopping = watch::Sender::new(false);
+    // Each connection has a share; when all are gone, nothing can be received any more.
+    let (alive, mut all_gone) = mpsc::channel::<()>(1);
+    let mut shutdown = pin!(shutdown);
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    let (router, stopping) = (router.clone(), stopping.subscribe());
+                    let share = alive.clone();
+                    tokio::spawn(async move {
+                        converse(stream, router, stopping, head_within).await;
+                        drop(share);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(REST).await;
+                }
+            },
+            () = &mut shutdown => break,
+        }
+    }
+    drop(listener);
+    drop(alive);
+    stopping.send_replace(true);
+    if tokio::time::timeout(grace, all_gone.recv()).await.is_err() {
+        tracing::warn!(
+            ?grace,
+            "requests were cut off at the end of the time to finish"
+        );
+    }
+}
+
+async fn converse(
+    stream: TcpStream,
+    router: Router,
+    mut stopping: watch::Receiver<bool>,
+    head_within: Duration,
+) {
+    // A reply that waits for the acknowledgement of the one before would take 40 ms longer. Without it
+    // the connection is slower, no more.
+    let _ = stream.set_nodelay(true);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(head_within)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .with_upgrades();
+    let mut connection = pin!(connection);
+    let stops = async {
+        // A sender that is gone means the same.
+        let _ = stopping.wait_for(|stops| *stops).await;
+    };
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = stops => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "a connection broke");
+    }
+}
+
+/// Lets the process have as many connections as it may: the usual limit is a start for the programs that
+/// cannot count further.
+fn raise_descriptor_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::debug!(%error, "the limit of file descriptors stays as it is");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    async fn start(
+        head_within: Duration,
+        grace: Duration,
+    ) -> (
+        std::net::SocketAddr,
+        watch::Sender<bool>,
+        tokio::task::JoinHandle<()>,
+    ) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let router = Router::new().route("/", get(async || "hello")).route(
+            "/slow",
+            get(async || {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                "at last"
+            }),
+        );
+        let stop = watch::Sender::new(false);
+        let mut stopped = stop.subscribe();
+        let served = tokio::spawn(async move {
+            let shutdown = async {
+                let _ = stopped.wait_for(|stops| *stops).await;
+            };
+            serve_with(listener, router, shutdown, grace, head_within).await;
+        });
+        (address, stop, served)
+    }
+
+    #[tokio::test]
+    async fn connections_that_say_nothing_are_closed() {
+        let (address, _stop, _served) = start(Duration::from_millis(100), Duration::ZERO).await;
+        for sent in [
+            "",
+            "GET / HTTP/1.1\r\nHost: x\r\n",
+            "GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        ] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            stream.write_all(sent.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            let read = stream.read_to_string(&mut answer);
+            let read = tokio::time::timeout(Duration::from_secs(30), read).await;
+            read.expect("the server closes the connection").unwrap();
+            assert_eq!(
+                answer.contains("hello"),
+                sent.ends_with("\r\n\r\n"),
+                "{answer}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_stop_waits_for_answers_and_for_no_idle_connection() {
+        let patience = Duration::from_secs(60);
+        let (address, stop, served) = start(patience, patience).await;
+        let _idle = TcpStream::connect(address).await.unwrap();
+        let mut busy = TcpStream::connect(address).await.unwrap();
+        busy.write_all(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            .await
+            .unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        stop.send_replace(true);
+        let mut answer = String::new();
+        busy.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.ends_with("at last"), "{answer}");
+        tokio::time::timeout(Duration::from_secs(30), served)
+            .await
+            .unwrap()
+            .unwrap();
+    }
+}
