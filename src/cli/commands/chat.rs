@@ -3,7 +3,6 @@
 use std::io::{self, BufRead, IsTerminal as _, Read as _};
 use std::sync::Arc;
 
-use anyhow::Context as _;
 use clap::Args;
 
 use super::runtime::load_sandboxes;
@@ -36,7 +35,7 @@ pub(in crate::cli) struct ChatArgs {
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Divides the logits; 0 takes the likeliest token each time
-    #[arg(long, value_name = "T", default_value_t = 0.7)]
+    #[arg(long, value_name = "T", default_value_t = 0.7, allow_negative_numbers = true)]
     temperature: f32,
     /// Most tokens of one turn [default: what the context has room for]
     #[arg(long, value_name = "N")]
@@ -76,7 +75,7 @@ pub(in crate::cli) fn run(args: &ChatArgs, printer: &Printer) -> Outcome {
         .thinking_budget
         .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
         .transpose()
-        .map_err(Failure::usage)?;
+        .map_err(in_words_of_the_command)?;
     let params = SamplingParams {
         temperature: args.temperature,
         max_new_tokens: args.max_tokens.unwrap_or_else(|| engine.max_context()),
@@ -84,7 +83,7 @@ pub(in crate::cli) fn run(args: &ChatArgs, printer: &Printer) -> Outcome {
         thinking,
         ..SamplingParams::default()
     };
-    params.validate().map_err(Failure::usage)?;
+    params.validate().map_err(in_words_of_the_command)?;
     let mut chat = Chat {
         engine,
         tokenizer: &policy.tokenizer,
@@ -137,6 +136,22 @@ pub(in crate::cli) fn run(args: &ChatArgs, printer: &Printer) -> Outcome {
     Ok(ExitStatus::Success)
 }
 
+/// Names the option where the engine names the parameter that it sets.
+fn in_words_of_the_command(error: EngineError) -> Failure {
+    match error {
+        EngineError::InvalidSampling { field, reason } => {
+            let option = match field {
+                "max_new_tokens" => "--max-tokens",
+                "thinking" => "--thinking-budget",
+                "temperature" => "--temperature",
+                other => other,
+            };
+            Failure::usage(anyhow::anyhow!("invalid `{option}`: {reason}"))
+        }
+        error => Failure::usage(error),
+    }
+}
+
 /// Reads the next message; `None` at the end of the input.
 fn read_line(input: &mut impl BufRead, is_terminal: bool) -> anyhow::Result<Option<String>> {
     if is_terminal {
@@ -156,8 +171,8 @@ fn read_line(input: &mut impl BufRead, is_terminal: bool) -> anyhow::Result<Opti
     if read == 0 {
         return Ok(None);
     }
-    let line = String::from_utf8(line).context("reading a message as UTF-8")?;
-    Ok(Some(line))
+    // A model reads text: what is none is shown to it as such, and the conversation goes on.
+    Ok(Some(String::from_utf8_lossy(&line).into_owned()))
 }
 
 struct Chat<'a> {
