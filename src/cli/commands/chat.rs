@@ -35,7 +35,12 @@ pub(in crate::cli) struct ChatArgs {
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Divides the logits; 0 takes the likeliest token each time
-    #[arg(long, value_name = "T", default_value_t = 0.7, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        value_name = "T",
+        default_value_t = 0.7,
+        allow_negative_numbers = true
+    )]
     temperature: f32,
     /// Most tokens of one turn [default: what the context has room for]
     #[arg(long, value_name = "N")]
