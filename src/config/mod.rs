@@ -95,7 +95,7 @@ pub struct WatchConfig {
     /// About more than `max_unscorable` of the episodes without a score; `warn` unless given.
     pub unscorable: Response,
     /// About a moving mean of the reward more than `max_reward_drop` below its highest; `warn` unless
-    /// given.
+    /// given. It cannot be skipped: a policy that learns nothing more would never rise again.
     pub collapse: Response,
     /// The largest ratio; 100 unless given.
     pub max_ratio: f64,

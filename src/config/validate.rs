@@ -460,6 +460,12 @@ impl RunConfig {
             "skip",
             "make it `warn` or `stop`: ratios are known when the step is done",
         );
+        issues.require(
+            watch.collapse != Response::Skip,
+            "watch.collapse",
+            "skip",
+            "make it `warn` or `stop`: a policy that learns nothing more would never rise again",
+        );
         issues.require_positive("watch.max_ratio", watch.max_ratio);
         issues.require_positive("watch.max_reward_drop", watch.max_reward_drop);
         issues.require(

@@ -103,20 +103,24 @@ pub(super) struct WatchState {
     flat_steps: u64,
     /// Moving mean of the reward, and the highest that it was.
     reward: Option<(f64, f64)>,
-    /// What looked wrong in the last step.
+    /// What looked wrong in the last step, and in this one as far as it was looked at.
     active: Vec<Kind>,
+    /// What looked wrong in the step before this one.
+    #[serde(skip)]
+    before: Vec<Kind>,
 }
 
 /// Weight of a step's reward in the moving mean: about the last ten steps count.
 const REWARD_WEIGHT: f64 = 0.2;
 
 impl WatchState {
-    /// Looks at a step before its update.
+    /// Looks at a step before its update: its first look.
     pub(super) fn before_update(
         &mut self,
         config: &WatchConfig,
         observed: Observed,
     ) -> Vec<Anomaly> {
+        self.before = std::mem::take(&mut self.active);
         let mut found = Vec::new();
         self.flat_steps = if observed.is_flat {
             self.flat_steps + 1
@@ -163,16 +167,14 @@ impl WatchState {
                 found.push((Kind::Collapse, what));
             }
         }
-        let anomalies: Vec<Anomaly> = (found.into_iter())
+        (found.into_iter())
             .map(|(kind, what)| self.anomaly(config, kind, &what))
-            .collect();
-        self.active = anomalies.iter().map(|found| found.kind).collect();
-        anomalies
+            .collect()
     }
 
     /// Looks at a step behind its update.
     pub(super) fn after_update(
-        &self,
+        &mut self,
         config: &WatchConfig,
         max_drift: f64,
         metrics: &StepMetrics,
@@ -196,7 +198,11 @@ impl WatchState {
 
     /// Returns what is to be done about a step whose update was refused; none where that is not for a
     /// run to decide, or is to end it.
-    pub(super) fn of_refusal(&self, config: &WatchConfig, error: &TrainerError) -> Option<Anomaly> {
+    pub(super) fn of_refusal(
+        &mut self,
+        config: &WatchConfig,
+        error: &TrainerError,
+    ) -> Option<Anomaly> {
         let kind = match error {
             TrainerError::GradientNotFinite { .. } => Kind::NotFinite,
             TrainerError::SamplerDrift { .. } => Kind::Drift,
@@ -206,12 +212,14 @@ impl WatchState {
         (anomaly.response != Response::Stop).then_some(anomaly)
     }
 
-    fn anomaly(&self, config: &WatchConfig, kind: Kind, what: &str) -> Anomaly {
+    /// Returns what was found, and remembers it for the next step.
+    fn anomaly(&mut self, config: &WatchConfig, kind: Kind, what: &str) -> Anomaly {
+        self.active.push(kind);
         Anomaly {
             kind,
             response: kind.response(config),
             message: format!("{what}; likely: {}", kind.advice()),
-            is_new: !self.active.contains(&kind),
+            is_new: !self.before.contains(&kind),
         }
     }
 }
@@ -257,6 +265,50 @@ mod tests {
     }
 
     #[test]
+    fn what_an_update_shows_is_new_once_too() {
+        let config = WatchConfig {
+            not_finite: Response::Skip,
+            truncated: Response::Warn,
+            ..WatchConfig::default()
+        };
+        let metrics = StepMetrics {
+            kl_sample_train: 0.2,
+            ratio_max: 1e4,
+            ..StepMetrics::default()
+        };
+        let sound = StepMetrics::default();
+        let refusal = TrainerError::GradientNotFinite { norm: f64::NAN };
+        let cut = Observed {
+            truncated: 0.8,
+            ..SOUND
+        };
+        let new = |found: &[Anomaly]| found.iter().map(|found| found.is_new).collect::<Vec<_>>();
+        // A step's findings are those of all looks at it, and a saved run remembers them.
+        let step = |state: &mut WatchState, metrics: &StepMetrics, is_refused: bool| {
+            let mut found = state.before_update(&config, cut);
+            if is_refused {
+                found.extend(state.of_refusal(&config, &refusal));
+            }
+            found.extend(state.after_update(&config, 0.05, metrics));
+            let saved = serde_json::to_string(state).unwrap();
+            *state = serde_json::from_str(&saved).unwrap();
+            found
+        };
+        let mut state = WatchState::default();
+        let first = step(&mut state, &metrics, true);
+        let all = [Kind::Truncated, Kind::NotFinite, Kind::Drift, Kind::Ratio];
+        assert_eq!(kinds(&first), all);
+        assert_eq!(new(&first), [true; 4]);
+        assert_eq!(new(&step(&mut state, &metrics, true)), [false; 4]);
+        // What ended and comes again is new; what stayed is not.
+        assert_eq!(kinds(&step(&mut state, &sound, false)), [Kind::Truncated]);
+        assert_eq!(
+            new(&step(&mut state, &metrics, true)),
+            [false, true, true, true]
+        );
+    }
+
+    #[test]
     fn flat_steps_count_in_a_row() {
         let config = WatchConfig {
             flat_steps: 3,
@@ -299,7 +351,7 @@ mod tests {
 
     #[test]
     fn an_update_is_judged_by_its_drift_and_its_ratios() {
-        let state = WatchState::default();
+        let mut state = WatchState::default();
         let mut config = WatchConfig::default();
         let metrics = StepMetrics {
             kl_sample_train: -0.2,

@@ -253,6 +253,10 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`watch.ratio` is `skip`; make it `warn` or `stop`"
 )]
 #[case(
+    "watch.collapse=skip",
+    "`watch.collapse` is `skip`; make it `warn` or `stop`"
+)]
+#[case(
     "watch.max_truncated=2",
     "`watch.max_truncated` is `2`; make it from 0 to 1"
 )]
