@@ -49,7 +49,7 @@ impl RunFolder {
         }
         fs::create_dir_all(root)?;
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
-        Self::open(root, Sinks::open(root, log, &[])?)
+        Self::open(root, Sinks::open(root, log, &[]))
     }
 
     /// Returns whether `root` holds a run that came to its end.
@@ -88,7 +88,7 @@ impl RunFolder {
             .lines()
             .filter_map(|row| serde_json::from_str(row).ok())
             .collect();
-        Self::open(root, Sinks::open(root, log, &rows)?)
+        Self::open(root, Sinks::open(root, log, &rows))
     }
 
     fn open(root: &Path, sinks: Sinks) -> Result<Self, RunError> {

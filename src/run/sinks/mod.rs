@@ -1,8 +1,10 @@
 //! Where a run's metrics go besides `metrics.jsonl`, which stays the source of truth.
 //!
-//! A [`Sink`] is given every row of the run, those that an earlier process wrote first, so that what
-//! it holds after a resumed run is what an uninterrupted one would have left. A sink that fails is
-//! told of in the log and never ends a run.
+//! A sink that fails is told of in the log and never ends a run. What a resumed run does again depends
+//! on the sink: an event file is written anew, with the rows of earlier processes first, so that it
+//! holds each row once, with the time of the last resume on those. A server has what it was sent, and
+//! is sent the rows of steps that are done again a second time: it must take a row as the one of its
+//! `step`, and of its kind, measurements apart, in place of an earlier one.
 
 mod http;
 mod tensorboard;
@@ -11,7 +13,6 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::RunError;
 use crate::config::LogConfig;
 
 use self::http::HttpSink;
@@ -38,14 +39,13 @@ impl std::fmt::Debug for Sinks {
 
 impl Sinks {
     /// Opens the sinks of the run in `root`, which has logged `rows` already.
-    ///
-    /// # Errors
-    ///
-    /// Fails where an event file cannot be written.
-    pub(super) fn open(root: &Path, config: &LogConfig, rows: &[Row]) -> Result<Self, RunError> {
+    pub(super) fn open(root: &Path, config: &LogConfig, rows: &[Row]) -> Self {
         let mut sinks: Vec<Box<dyn Sink>> = Vec::new();
         if config.tensorboard {
-            sinks.push(Box::new(TensorBoard::create(root)?));
+            match TensorBoard::create(root) {
+                Ok(sink) => sinks.push(Box::new(sink)),
+                Err(error) => tracing::warn!(%error, "no event file is written for TensorBoard"),
+            }
         }
         for sink in &mut sinks {
             for row in rows {
@@ -57,7 +57,7 @@ impl Sinks {
             let name = root.file_name().unwrap_or_default().to_string_lossy();
             sinks.push(Box::new(HttpSink::new(url, &name)));
         }
-        Ok(Self(sinks))
+        Self(sinks)
     }
 
     /// Gives a row to each.
@@ -76,4 +76,24 @@ fn scalars(row: &Row) -> Option<(u64, impl Iterator<Item = (&str, f64)>)> {
         step,
         numbers.filter_map(|(name, value)| Some((name.as_str(), value.as_f64()?))),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sink_that_cannot_be_opened_ends_no_run() {
+        let run = tempfile::tempdir().unwrap();
+        let config = LogConfig {
+            tensorboard: true,
+            ..LogConfig::default()
+        };
+        assert_eq!(Sinks::open(run.path(), &config, &[]).0.len(), 1);
+        fs_err::remove_dir_all(run.path().join("tensorboard")).unwrap();
+        fs_err::write(run.path().join("tensorboard"), "no folder").unwrap();
+        let mut sinks = Sinks::open(run.path(), &config, &[]);
+        assert!(sinks.0.is_empty());
+        sinks.log(&Row::new());
+    }
 }

@@ -12,7 +12,6 @@ use fs_err as fs;
 use prost::Message;
 
 use super::{Row, Sink, scalars};
-use crate::run::RunError;
 
 /// `tensorflow.Event`, what we use of it.
 #[derive(Clone, PartialEq, Message)]
@@ -54,7 +53,11 @@ pub(super) struct TensorBoard {
 
 impl TensorBoard {
     /// Starts the file anew.
-    pub(super) fn create(run: &Path) -> Result<Self, RunError> {
+    ///
+    /// # Errors
+    ///
+    /// Fails where the file cannot be written.
+    pub(super) fn create(run: &Path) -> std::io::Result<Self> {
         let folder = run.join("tensorboard");
         fs::create_dir_all(&folder)?;
         let mut file = fs::File::create(folder.join("events.out.tfevents.wardian"))?;
