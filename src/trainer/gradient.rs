@@ -103,10 +103,9 @@ pub fn accumulate_actor_critic_gradient(
             entropy: -micro.entropy_weight,
         },
     )?;
-    let dhidden = match critic {
-        Some((head, weight)) => head.accumulate(&hidden, micro, weight, dhidden)?,
-        None => dhidden,
-    };
+    if let Some((head, weight)) = critic {
+        head.accumulate(&hidden, micro, weight, &dhidden)?;
+    }
     decoder.backward(tape, &dhidden, gradients)?;
     let mut metrics = LossMetrics::default();
     for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()

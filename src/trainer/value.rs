@@ -12,6 +12,9 @@ use crate::engine::model::{ModelError, read_safetensors, write_safetensors};
 
 const FILE: &str = "value_head.safetensors";
 
+/// Hidden states that are read at a time, so that no copy of all of them is made in `f64`.
+pub(super) const ROWS_AT_A_TIME: usize = 64;
+
 /// How a value head is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ValueConfig {
@@ -97,8 +100,16 @@ impl ValueHead {
     ///
     /// Fails if the tensor library does.
     pub fn values(&self, hidden: &Tensor, micro: &MicroBatch) -> Result<Vec<f64>, TrainerError> {
-        let rows = target_rows(hidden, micro)?;
-        Ok(rows.iter().map(|row| self.value(row)).collect())
+        let mut values = Vec::with_capacity(micro.targets.len());
+        for positions in positions(micro).chunks(ROWS_AT_A_TIME) {
+            let rows = rows_of(hidden, positions)?;
+            values.extend(rows.chunks_exact(self.width()).map(|row| self.value(row)));
+        }
+        Ok(values)
+    }
+
+    fn width(&self) -> usize {
+        self.parameters.len() - 1
     }
 
     fn value(&self, row: &[f64]) -> f64 {
@@ -107,51 +118,56 @@ impl ValueHead {
     }
 
     /// Adds the gradient of the value loss of a micro-batch, each target weighed by `weight`, to the
-    /// head's, and returns `dhidden` `[n, hidden]` with what of it goes on into the model.
+    /// head's, and what of it goes on into the model to `dhidden` `[n, hidden]`, in place.
     ///
     /// # Errors
     ///
-    /// Fails if the micro-batch has no returns, or if the tensor library does.
+    /// Fails if the micro-batch lacks returns or old values, or if the tensor library does.
     pub fn accumulate(
         &mut self,
         hidden: &Tensor,
         micro: &MicroBatch,
         weight: f64,
-        dhidden: Tensor,
-    ) -> Result<Tensor, TrainerError> {
-        if micro.returns.len() != micro.targets.len() {
-            return Err(TrainerError::Length {
-                what: "returns against targets",
-                found: micro.returns.len(),
-                expected: micro.targets.len(),
-            });
-        }
-        let rows = target_rows(hidden, micro)?;
-        let mut slopes = Vec::with_capacity(rows.len());
-        for (target, row) in rows.iter().enumerate() {
-            let (old, goal) = (micro.values[target], micro.returns[target]);
-            let (loss, slope, is_clipped) =
-                value_loss(self.value(row), old, goal, self.config.clip);
-            let slope = slope * weight;
-            self.sums.loss += loss * weight;
-            self.sums.tokens += 1;
-            self.sums.clipped += usize::from(is_clipped);
-            for (sum, x) in self.gradient.iter_mut().zip(row.iter().chain(&[1.0])) {
-                *sum += slope * x;
+        dhidden: &Tensor,
+    ) -> Result<(), TrainerError> {
+        let expected = micro.targets.len();
+        for (what, found) in [
+            ("returns against targets", micro.returns.len()),
+            ("old values against targets", micro.values.len()),
+        ] {
+            if found != expected {
+                return Err(TrainerError::Length {
+                    what,
+                    found,
+                    expected,
+                });
             }
-            slopes.push(slope * self.config.trunk_coef);
         }
-        if self.config.trunk_coef == 0.0 {
-            return Ok(dhidden);
+        let width = self.width();
+        let mut old_and_goal = micro.values.iter().zip(&micro.returns);
+        for positions in positions(micro).chunks(ROWS_AT_A_TIME) {
+            let rows = rows_of(hidden, positions)?;
+            let mut below = Vec::new();
+            for (row, (&old, &goal)) in rows.chunks_exact(width).zip(&mut old_and_goal) {
+                let (loss, slope, is_clipped) =
+                    value_loss(self.value(row), old, goal, self.config.clip);
+                let slope = slope * weight;
+                self.sums.loss += loss * weight;
+                self.sums.tokens += 1;
+                self.sums.clipped += usize::from(is_clipped);
+                for (sum, x) in self.gradient.iter_mut().zip(row.iter().chain(&[1.0])) {
+                    *sum += slope * x;
+                }
+                if self.config.trunk_coef != 0.0 {
+                    let slope = slope * self.config.trunk_coef;
+                    below.extend(self.parameters[..width].iter().map(|w| slope * w));
+                }
+            }
+            if !below.is_empty() {
+                add_rows(dhidden, positions, below)?;
+            }
         }
-        let width = self.parameters.len() - 1;
-        let below: Vec<f64> = (slopes.iter())
-            .flat_map(|slope| self.parameters[..width].iter().map(move |w| slope * w))
-            .collect();
-        let below = Tensor::from_vec(below, (rows.len(), width), &Device::Cpu)?
-            .to_dtype(dhidden.dtype())?
-            .to_device(dhidden.device())?;
-        Ok(dhidden.index_add(&positions(micro, hidden.device())?, &below, 0)?)
+        Ok(())
     }
 
     /// Updates the head from its gradient, which starts at 0 again, at `scale` times its step size.
@@ -229,27 +245,98 @@ impl ValueHead {
     }
 }
 
-fn positions(micro: &MicroBatch, device: &Device) -> Result<Tensor, TrainerError> {
+fn positions(micro: &MicroBatch) -> Vec<u32> {
     let narrow =
         |&position: &usize| u32::try_from(position).expect("a batch has fewer than 2^32 tokens");
-    let positions: Vec<u32> = micro.targets.positions.iter().map(narrow).collect();
-    Ok(Tensor::new(positions, device)?)
+    micro.targets.positions.iter().map(narrow).collect()
 }
 
-fn target_rows(hidden: &Tensor, micro: &MicroBatch) -> Result<Vec<Vec<f64>>, TrainerError> {
-    let rows = hidden
-        .detach()
-        .index_select(&positions(micro, hidden.device())?, 0)?;
-    Ok(rows
-        .to_device(&Device::Cpu)?
-        .to_dtype(DType::F64)?
-        .to_vec2()?)
+/// Returns rows of `hidden` `[n, hidden]`, one after the other.
+fn rows_of(hidden: &Tensor, positions: &[u32]) -> Result<Vec<f64>, TrainerError> {
+    let positions = Tensor::new(positions, hidden.device())?;
+    let rows = hidden.detach().index_select(&positions, 0)?;
+    let rows = rows.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+    Ok(rows.flatten_all()?.to_vec1()?)
+}
+
+/// Adds `rows`, one after the other, to those of `target` `[n, hidden]`, in place.
+fn add_rows(target: &Tensor, positions: &[u32], rows: Vec<f64>) -> Result<(), TrainerError> {
+    let shape = (positions.len(), rows.len() / positions.len());
+    let rows = Tensor::from_vec(rows, shape, &Device::Cpu)?
+        .to_dtype(target.dtype())?
+        .to_device(target.device())?;
+    let positions = Tensor::new(positions, target.device())?
+        .unsqueeze(1)?
+        .broadcast_as(shape)?
+        .contiguous()?;
+    Ok(target.scatter_add_set(&positions, &rows, 0)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engine::model::tests_support::golden;
+    use crate::trainer::Targets;
+
+    #[test]
+    fn rows_are_read_some_at_a_time_and_none_is_missed() {
+        const WIDTH: usize = 3;
+        let targets = 2 * ROWS_AT_A_TIME + 5;
+        // Two answers may go on from one token, and not every token is a target.
+        let positions: Vec<usize> = (0..targets).map(|target| target / 2 * 3).collect();
+        let tokens = positions[targets - 1] + 1;
+        let state = |row: usize, i: usize| ((row * WIDTH + i) as f64).sin();
+        let states = |row: usize| [0, 1, 2].map(|i| state(row, i));
+        let all: Vec<f64> = (0..tokens).flat_map(states).collect();
+        let hidden = Tensor::from_vec(all, (tokens, WIDTH), &Device::Cpu).unwrap();
+        let goal = |target: usize| (target as f64).cos();
+        let micro = MicroBatch {
+            targets: Targets {
+                tokens: vec![0; targets],
+                positions: positions.clone(),
+            },
+            values: vec![0.0; targets],
+            returns: (0..targets).map(goal).collect(),
+            ..MicroBatch::default()
+        };
+        let config = ValueConfig {
+            learning_rate: 0.1,
+            clip: f64::INFINITY,
+            trunk_coef: 0.5,
+        };
+        let mut head = ValueHead::new(WIDTH, config, AdamWConfig::default());
+        let parameters = [0.3, -0.7, 0.2, 0.1];
+        head.parameters_mut().copy_from_slice(&parameters);
+        let value = |row: usize| {
+            let terms = states(row).into_iter().zip(parameters);
+            terms.map(|(x, w)| x * w).sum::<f64>() + parameters[WIDTH]
+        };
+        let values = head.values(&hidden, &micro).unwrap();
+        let expected: Vec<f64> = positions.iter().map(|&row| value(row)).collect();
+        assert_eq!(values, expected);
+
+        let dhidden = hidden.ones_like().unwrap();
+        head.accumulate(&hidden, &micro, 2.0, &dhidden).unwrap();
+        let slope = |target: usize| 2.0 * (value(positions[target]) - goal(target));
+        for i in 0..=WIDTH {
+            let input = |row: usize| if i == WIDTH { 1.0 } else { state(row, i) };
+            let terms = (0..targets).map(|target| slope(target) * input(positions[target]));
+            assert!((terms.sum::<f64>() - head.gradient()[i]).abs() < 1e-12);
+        }
+        let found = dhidden.to_vec2::<f64>().unwrap();
+        for (row, found) in found.iter().enumerate() {
+            let here = (0..targets).filter(|&target| positions[target] == row);
+            let slope: f64 = here.map(slope).sum();
+            for (found, w) in found.iter().zip(parameters) {
+                assert!((found - 1.0 - 0.5 * slope * w).abs() < 1e-12, "{row}");
+            }
+        }
+        let short = MicroBatch {
+            values: Vec::new(),
+            ..micro
+        };
+        assert!(head.accumulate(&hidden, &short, 1.0, &dhidden).is_err());
+    }
 
     #[test]
     fn the_clipped_value_loss_is_that_of_verl() {
