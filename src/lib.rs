@@ -3,6 +3,7 @@
 //! A run flows in one direction: [`task`] → [`rollout`] → [`sandbox`] and [`engine`] → [`grader`]
 //! → [`trainer`] → run folder.
 
+mod causes;
 pub mod chat;
 pub mod cli;
 pub mod config;
@@ -12,6 +13,7 @@ pub mod eval;
 pub mod grader;
 pub mod http;
 pub mod hub;
+mod lines;
 pub mod openai;
 pub mod openenv;
 pub mod report;

@@ -44,8 +44,6 @@ pub use verdict::{
     VerdictStatus,
 };
 
-pub(crate) use crate::sandbox::with_causes;
-
 /// Judges submissions.
 pub trait Grader: std::fmt::Debug + Send + Sync {
     /// Judges one submission.

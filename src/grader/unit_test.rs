@@ -36,9 +36,10 @@ use super::lateness::{decided, excuse_late, is_late, late};
 use super::verdict::{
     DEFAULT_GRADER, GradeRequest, GradeUsage, TestResult, TestStatus, Verdict, test_name,
 };
+use crate::causes::with_causes;
 use crate::sandbox::{
     Dialogue, DialogueOutcome, Exit, Limits, MAX_MESSAGE, Message, Sandbox, SandboxError, Served,
-    Usage, with_causes,
+    Usage,
 };
 
 /// The most of a candidate's reply to `load` that is read: an error message has 500 characters.

@@ -2,6 +2,7 @@
 
 use indexmap::IndexMap;
 
+use crate::causes::with_causes;
 use crate::chat::{Message, ToolCallFormat, parse_turn_as};
 use crate::engine::FinishReason;
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
@@ -206,17 +207,6 @@ impl Episode {
         usage.grade_seconds = stats.grade_seconds;
         usage.fuel = stats.fuel;
     }
-}
-
-/// The error with all its causes, on one line.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

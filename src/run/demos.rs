@@ -1,12 +1,13 @@
 //! Demonstrations: conversations to imitate.
 
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::BufReader;
 use std::path::Path;
 
 use serde::Deserialize;
 
 use super::RunError;
 use crate::chat::Message;
+use crate::lines::Lines;
 
 /// Longest accepted line.
 const MAX_LINE_BYTES: u64 = 16 << 20;
@@ -22,40 +23,21 @@ struct Row {
 ///
 /// Fails where the file cannot be read or a line is not such an object; the error names the line.
 pub fn read_demonstrations(path: &Path) -> Result<Vec<Vec<Message>>, RunError> {
-    let mut reader = BufReader::new(fs_err::File::open(path)?);
+    let invalid = |line: u64, reason: String| RunError::Demonstration {
+        path: path.to_owned(),
+        line,
+        reason,
+    };
+    let file = BufReader::new(fs_err::File::open(path)?);
     let mut demonstrations = Vec::new();
-    let mut text = String::new();
-    for line in 1_usize.. {
-        let invalid = |reason: String| RunError::Demonstration {
-            path: path.to_owned(),
-            line,
-            reason,
-        };
-        text.clear();
-        let size = reader
-            .by_ref()
-            .take(MAX_LINE_BYTES + 1)
-            .read_line(&mut text)
-            .map_err(|error| invalid(error.to_string()))?;
-        if size == 0 {
-            break;
-        }
-        if size as u64 > MAX_LINE_BYTES {
-            return Err(invalid(format!("longer than {MAX_LINE_BYTES} bytes")));
-        }
-        if text.trim().is_empty() {
-            continue;
-        }
-        let row: Row = serde_json::from_str(&text).map_err(|error| invalid(error.to_string()))?;
+    for (line, text) in Lines::new(file, MAX_LINE_BYTES) {
+        let text = text.map_err(|error| invalid(line, error.to_string()))?;
+        let row: Row =
+            serde_json::from_slice(&text).map_err(|error| invalid(line, error.to_string()))?;
         demonstrations.push(row.messages);
     }
     if demonstrations.is_empty() {
-        let reason = "there is no demonstration".to_owned();
-        return Err(RunError::Demonstration {
-            path: path.to_owned(),
-            line: 1,
-            reason,
-        });
+        return Err(invalid(1, "there is no demonstration".to_owned()));
     }
     Ok(demonstrations)
 }

@@ -80,7 +80,7 @@ pub enum RunError {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
-        line: usize,
+        line: u64,
         /// What is wrong.
         reason: String,
     },

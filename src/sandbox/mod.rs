@@ -64,7 +64,6 @@ pub use saved::Snapshot;
 pub use session::Session;
 pub use workers::{WorkerOptions, Workers, serve_parent};
 
-pub(crate) use error::with_causes;
 pub(crate) use instance::MAX_MESSAGE;
 
 /// A place to run untrusted programs, shared by threads as `Arc<dyn Sandbox>`.

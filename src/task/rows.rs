@@ -1,7 +1,7 @@
 //! Rows of a task file as JSON objects, whatever the file format, with everything bounded before
 //! it is read.
 
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufReader, Read as _};
 use std::path::Path;
 
 use parquet::file::reader::{FileReader as _, SerializedFileReader};
@@ -9,6 +9,7 @@ use serde::de::{DeserializeSeed, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 use super::TaskError;
+use crate::lines::{LineError, Lines};
 
 /// The largest JSON file, and the largest uncompressed parquet table, that is read. The full MBPP
 /// is 0.6 MB and MBPP+ with its big inputs 2 MB; this leaves two orders of magnitude.
@@ -82,28 +83,21 @@ pub(super) fn json_type(value: &Value) -> &'static str {
 }
 
 fn read_json_lines(path: &Path) -> Result<Vec<Row>, TaskError> {
-    let io = |source| TaskError::Io {
-        path: path.to_owned(),
-        source,
-    };
-    let mut reader = BufReader::new(open(path)?);
     let mut rows = Vec::new();
-    let mut line = Vec::new();
-    for row in 1.. {
-        line.clear();
-        reader
-            .by_ref()
-            .take(MAX_LINE_BYTES + 1)
-            .read_until(b'\n', &mut line)
-            .map_err(io)?;
-        if line.is_empty() {
-            break;
-        }
-        check_limit(path, "bytes in a line", line.len() as u64, MAX_LINE_BYTES)?;
+    for (row, line) in Lines::new(BufReader::new(open(path)?), MAX_LINE_BYTES) {
+        let line = line.map_err(|error| match error {
+            LineError::Io(source) => TaskError::Io {
+                path: path.to_owned(),
+                source,
+            },
+            LineError::TooLong { limit } => TaskError::TooLarge {
+                path: path.to_owned(),
+                what: "bytes in a line",
+                found: limit + 1,
+                limit,
+            },
+        })?;
         check_limit(path, "rows", row, MAX_ROWS)?;
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
         let value = serde_json::from_slice(&line).map_err(|source| TaskError::Json {
             path: path.to_owned(),
             row,

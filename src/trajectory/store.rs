@@ -4,10 +4,11 @@
 //! `step-N.jsonl.partial`, flushed to the disk and renamed. A `.partial` file is what a killed run
 //! leaves; the next run of the step replaces it.
 
-use std::io::{BufRead as _, BufReader, BufWriter, Read as _, Write as _};
+use std::io::{BufReader, BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::{StoreError, Trajectory};
+use crate::lines::{LineError, Lines};
 
 /// The longest line that is read. A trajectory of 100,000 tokens takes about 3 MB.
 const MAX_ROW_BYTES: u64 = 64 << 20;
@@ -142,56 +143,41 @@ pub fn read_step(path: &Path) -> Result<StepReader, StoreError> {
         source,
     })?;
     Ok(StepReader {
-        file: BufReader::new(file),
+        rows: Lines::new(BufReader::new(file), MAX_ROW_BYTES),
         path: path.to_owned(),
-        row: 0,
-        failed: false,
+        has_failed: false,
     })
 }
 
 /// The trajectories of a rollout file, in order; ends after the first error.
 #[derive(Debug)]
 pub struct StepReader {
-    file: BufReader<fs_err::File>,
+    rows: Lines<BufReader<fs_err::File>>,
     path: PathBuf,
-    row: u64,
-    failed: bool,
+    has_failed: bool,
 }
 
 impl StepReader {
-    fn read(&mut self) -> Result<Option<Trajectory>, StoreError> {
-        let mut line = Vec::new();
-        self.row += 1;
-        let (path, row) = (|| self.path.clone(), self.row);
-        let found = self
-            .file
-            .by_ref()
-            .take(MAX_ROW_BYTES + 1)
-            .read_until(b'\n', &mut line)
-            .map_err(|source| StoreError::Io {
+    fn read(&self, row: u64, line: Result<Vec<u8>, LineError>) -> Result<Trajectory, StoreError> {
+        let path = || self.path.clone();
+        let line = line.map_err(|error| match error {
+            LineError::Io(source) => StoreError::Io {
                 activity: "reading",
                 path: path(),
                 source,
-            })?;
-        if found == 0 {
-            return Ok(None);
-        }
-        if found as u64 > MAX_ROW_BYTES {
-            let limit = MAX_ROW_BYTES;
-            return Err(StoreError::RowTooLong {
+            },
+            LineError::TooLong { limit } => StoreError::RowTooLong {
                 path: path(),
                 row,
-                found: found as u64,
+                found: limit + 1,
                 limit,
-            });
-        }
-        serde_json::from_slice(&line)
-            .map(Some)
-            .map_err(|source| StoreError::Row {
-                path: path(),
-                row,
-                source,
-            })
+            },
+        })?;
+        serde_json::from_slice(&line).map_err(|source| StoreError::Row {
+            path: path(),
+            row,
+            source,
+        })
     }
 }
 
@@ -199,11 +185,12 @@ impl Iterator for StepReader {
     type Item = Result<Trajectory, StoreError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.failed {
+        if self.has_failed {
             return None;
         }
-        let next = self.read().transpose();
-        self.failed = next.as_ref().is_none_or(Result::is_err);
-        next
+        let (row, line) = self.rows.next()?;
+        let next = self.read(row, line);
+        self.has_failed = next.is_err();
+        Some(next)
     }
 }

@@ -8,21 +8,26 @@ use std::path::{Path, PathBuf};
 
 /// Each room and the rooms it may use, bottom first; [`ABOVE`] stands for every row above it.
 const LAYERS: &[(&str, &[&str])] = &[
+    ("causes", &[]),
+    ("lines", &[]),
     ("hub", &[]),
     ("chat", &[]),
     ("http", &[]),
-    ("sandbox", &[]),
+    ("sandbox", &["causes"]),
     ("engine", &["hub"]),
-    ("grader", &["sandbox"]),
-    ("task", &["grader", "hub"]),
-    ("trajectory", &["chat"]),
-    ("openai", &["chat", "engine", "http"]),
+    ("grader", &["causes", "sandbox"]),
+    ("task", &["causes", "grader", "hub", "lines"]),
+    ("trajectory", &["chat", "lines"]),
+    ("openai", &["causes", "chat", "engine", "http"]),
     ("env", &["chat", "grader", "sandbox", "task"]),
     (
         "openenv",
-        &["chat", "env", "grader", "http", "sandbox", "task"],
+        &["causes", "chat", "env", "grader", "http", "sandbox", "task"],
     ),
-    ("rollout", &["chat", "engine", "env", "task", "trajectory"]),
+    (
+        "rollout",
+        &["causes", "chat", "engine", "env", "task", "trajectory"],
+    ),
     ("trainer", &["engine", "rollout", "trajectory"]),
     ("eval", &["rollout", "task", "trajectory"]),
     ("config", &["chat", "grader", "sandbox", "task"]),

@@ -1,7 +1,7 @@
 //! `wardian grade`: submissions against a task set.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Instant;
@@ -19,6 +19,7 @@ use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::Progress;
 use crate::grader::{Grader as _, RewardTerms, TestStatus, Verdict, VerdictStatus};
+use crate::lines::Lines;
 use crate::task::{Task, TaskSet};
 
 /// Longest accepted line of a submissions file.
@@ -241,30 +242,13 @@ fn read_submissions<'a>(path: &Path, tasks: &'a TaskSet) -> anyhow::Result<Vec<S
     let by_id: BTreeMap<&str, &Task> = (tasks.tasks().iter())
         .map(|task| (task.id.as_str(), task))
         .collect();
-    let mut reader = BufReader::new(fs_err::File::open(path)?);
+    let file = BufReader::new(fs_err::File::open(path)?);
     let mut submissions = Vec::new();
-    let mut line = String::new();
-    for row in 1_usize.. {
-        line.clear();
+    for (row, line) in Lines::new(file, MAX_LINE_BYTES) {
         let place = || format!("`{}` line {row}", path.display());
-        let size = reader
-            .by_ref()
-            .take(MAX_LINE_BYTES + 1)
-            .read_line(&mut line)
-            .with_context(place)?;
-        if size == 0 {
-            break;
-        }
-        anyhow::ensure!(
-            size as u64 <= MAX_LINE_BYTES,
-            "{}: longer than {MAX_LINE_BYTES} bytes",
-            place()
-        );
-        if line.trim().is_empty() {
-            continue;
-        }
+        let line = line.with_context(place)?;
         let expected = || format!("{}: expected an object with `task_id` and `code`", place());
-        let submitted: Row = serde_json::from_str(&line).with_context(expected)?;
+        let submitted: Row = serde_json::from_slice(&line).with_context(expected)?;
         let task_id = submitted.task_id;
         let id = match &task_id {
             serde_json::Value::String(id) => id.clone(),

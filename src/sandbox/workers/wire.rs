@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::sandbox::error::with_causes;
+use crate::causes::with_causes;
 use crate::sandbox::saved::MAX_IN_TRANSIT;
 use crate::sandbox::{
     CacheFolder, DialogueOutcome, ExecOutcome, ExecRequest, Exit, Limits, Meter, Restore,

@@ -158,7 +158,7 @@ fn unreadable(row: u64, error: &TaskError) -> TaskReport {
         time: Duration::ZERO,
         findings: vec![Finding::defect(
             FindingKind::Unreadable,
-            crate::grader::with_causes(error),
+            crate::causes::with_causes(error),
         )],
     }
 }
