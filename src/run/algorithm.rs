@@ -1,7 +1,7 @@
 //! From a run file's keys to the trainer's settings.
 
 use super::RunError;
-use super::memory::micro_batches;
+use super::memory::{micro_batches, policy_request};
 use super::policy::Policy;
 use crate::config::{self, LossType, RunConfig, TrainerConfig};
 use crate::grader::RewardTerms;
@@ -14,7 +14,7 @@ use crate::trainer::{
 pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> Result<GrpoConfig, RunError> {
     let trainer = &config.trainer;
     let loss = loss_config(config);
-    let micro = micro_batches(config, policy)?;
+    let micro = micro_batches(config, policy, &policy_request(config, policy))?;
     Ok(GrpoConfig {
         advantage: advantage_config(trainer),
         decoupled: match trainer.reward_aggregation {

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use super::RunError;
 use super::algorithm::part_weights;
 use super::policy::Policy;
-use super::train::check_scored;
+use super::scored::check_scored;
 use super::workbench::Workbench;
 use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;

@@ -34,14 +34,17 @@ pub enum RunError {
     },
     /// A run does not fit the memory that it is given.
     #[error(
-        "`trainer.memory_budget` is {budget}, the least that this run needs is {needed}; lower \
-         `rollout.max_total_tokens` or `rollout.max_cache_tokens`, or raise it"
+        "`trainer.memory_budget` is {budget}, the least that this run needs is {needed}; make its longest \
+         sequence shorter than {longest} tokens (`rollout.max_total_tokens`, or the demonstrations), lower \
+         `rollout.max_cache_tokens`, or raise the budget"
     )]
     MemoryBudget {
         /// What it is given.
         budget: bytesize::ByteSize,
         /// What it needs by calculation.
         needed: bytesize::ByteSize,
+        /// Tokens of its longest sequence.
+        longest: usize,
     },
     /// One task cannot be learned from and measured on.
     #[error(

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicBool;
 
-use super::train::check_scored;
+use super::scored::check_scored;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::config::RunConfig;
 use crate::engine::Engine;

@@ -13,6 +13,7 @@ use crate::chat::ChatTemplate;
 use crate::config::{self, RunConfig};
 use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat};
 use crate::engine::{LoadedModel, Tokenizer};
+use crate::trainer::Place;
 
 /// A model, its tokenizer and its chat template.
 #[derive(Debug)]
@@ -38,19 +39,22 @@ impl Policy {
     /// Fails where the model or the adapter is missing, damaged or not supported.
     pub fn load(config: &RunConfig, trainable: &Trainable) -> Result<Self, RunError> {
         let device = device(config.model.device)?;
-        let (dtype, format) = held_in(config.model.dtype, &device);
-        // Adapters are computed and trained in single precision on the CPU, whatever the base is kept in.
-        let adapter_dtype = if device.is_cpu() { DType::F32 } else { dtype };
+        let place = if device.is_cpu() {
+            Place::Cpu
+        } else {
+            Place::Gpu
+        };
+        let held = held_in(&config.model, place);
         let source = match &config.model.revision {
             Some(revision) => format!("{}@{revision}", config.model.path),
             None => config.model.path.clone(),
         };
-        let loaded = LoadedModel::open(&source, dtype, &device)?;
+        let loaded = LoadedModel::open(&source, held.read_as, &device)?;
         let adapter = config
             .model
             .adapter
             .as_ref()
-            .map(|path| LoraAdapter::load(path.as_ref(), adapter_dtype, &device))
+            .map(|path| LoraAdapter::load(path.as_ref(), held.computed_in, &device))
             .transpose()?;
         let trainable = match (&adapter, trainable) {
             // An adapter to measure, or to go on from, brings its own shape.
@@ -65,7 +69,7 @@ impl Policy {
             &device,
             &trainable,
             config.seed,
-            format,
+            held.format,
         )?;
         if let Some(adapter) = &adapter {
             decoder.load_adapter(adapter)?;
@@ -214,13 +218,32 @@ fn device(device: config::Device) -> Result<Device, RunError> {
     }
 }
 
-/// Returns what weights are read as, and how the CPU keeps those that no training changes.
-fn held_in(dtype: config::Dtype, device: &Device) -> (DType, WeightFormat) {
-    match dtype {
-        config::Dtype::Auto if device.is_cuda() => (DType::BF16, WeightFormat::Wide),
-        config::Dtype::Auto | config::Dtype::F32 => (DType::F32, WeightFormat::Wide),
-        config::Dtype::Bf16 if device.is_cuda() => (DType::BF16, WeightFormat::Wide),
-        config::Dtype::Bf16 => (DType::BF16, WeightFormat::Bf16),
-        config::Dtype::Int8 => (DType::F32, WeightFormat::Int8),
+/// How a run holds a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Held {
+    /// What weights are read as.
+    read_as: DType,
+    /// What hidden states, keys and values, and adapters are held and computed in.
+    pub(super) computed_in: DType,
+    /// How the CPU keeps the matrices that no training changes.
+    pub(super) format: WeightFormat,
+}
+
+/// Returns how a run holds its model in a place.
+pub(super) fn held_in(model: &config::ModelConfig, place: Place) -> Held {
+    use config::Dtype;
+    let (read_as, format) = match (model.dtype, place) {
+        (Dtype::Auto | Dtype::Bf16, Place::Gpu) => (DType::BF16, WeightFormat::Wide),
+        (Dtype::F32, _) | (Dtype::Auto, Place::Cpu) => (DType::F32, WeightFormat::Wide),
+        (Dtype::Bf16, Place::Cpu) => (DType::BF16, WeightFormat::Bf16),
+        (Dtype::Int8, _) => (DType::F32, WeightFormat::Int8),
+    };
+    Held {
+        read_as,
+        computed_in: match place {
+            Place::Cpu => DType::F32,
+            Place::Gpu => read_as,
+        },
+        format,
     }
 }

@@ -1,11 +1,11 @@
 //! Supervised fine-tuning from demonstrations to a saved model.
 
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::algorithm::optimizer_config;
 use super::evaluate::evaluate;
-use super::memory::micro_batches;
+use super::memory::{micro_batches, policy_request};
 use super::train::new_engine;
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
@@ -16,12 +16,13 @@ use crate::eval::EvalReport;
 use crate::grader::SubmissionKind;
 use crate::rollout::trace_demonstration;
 use crate::trainer::{
-    AdamW, AdamWConfig, LrSchedule, ScheduleKind, SftConfig, SftTrainer, TrainerError,
+    AdamW, AdamWConfig, LrSchedule, PlanRequest, ScheduleKind, SftConfig, SftTrainer, TrainerError,
 };
+use crate::trajectory::TokenTrace;
 
 /// How demonstrations are imitated.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SftOptions {
+#[derive(Debug, Clone)]
+pub struct SftOptions<'a> {
     /// Most optimizer steps.
     pub steps: usize,
     /// Demonstrations of one step.
@@ -36,9 +37,22 @@ pub struct SftOptions {
     pub stop_at: Option<f64>,
     /// Steps between measurements on the evaluation tasks; 0 measures never.
     pub measure_every: usize,
+    /// Once true, the model is written as it is after the step that is being done.
+    pub stop: &'a AtomicBool,
 }
 
-impl SftOptions {
+/// What fine-tuning came to.
+#[derive(Debug, Clone)]
+pub struct SftOutcome {
+    /// The last measurement, if there was one.
+    pub report: Option<EvalReport>,
+    /// Steps done.
+    pub steps: usize,
+    /// Whether it was asked to stop before its end.
+    pub is_stopped: bool,
+}
+
+impl SftOptions<'_> {
     /// Checks that each value makes sense.
     ///
     /// # Errors
@@ -73,21 +87,19 @@ impl SftOptions {
 
 /// Tunes `policy` on demonstrations and writes the model to `out`.
 ///
-/// Returns the last measurement, if there was one, and the steps done.
-///
 /// # Errors
 ///
-/// Fails where an option makes no sense, where a demonstration cannot be rendered, where the model cannot be trained or measured,
-/// or where `out` cannot be written.
+/// Fails where an option makes no sense, where a demonstration cannot be rendered, where the model cannot
+/// be trained or measured, or where `out` cannot be written.
 pub fn sft(
     config: &RunConfig,
-    options: &SftOptions,
+    options: &SftOptions<'_>,
     demonstrations: &[Vec<Message>],
     policy: &Policy,
     workbench: &Workbench,
     out: &Path,
     observer: &mut Observer<'_>,
-) -> Result<(Option<EvalReport>, usize), RunError> {
+) -> Result<SftOutcome, RunError> {
     options.check()?;
     let tools = if workbench.uses_tools() {
         ToolEnvironment::tool_specs(SubmissionKind::Code)
@@ -109,7 +121,8 @@ pub fn sft(
         weight_decay: options.weight_decay,
         ..optimizer_config(config)
     };
-    let micro = micro_batches(config, policy)?;
+    let request = memory_request(policy_request(config, policy), &traces, options);
+    let micro = micro_batches(config, policy, &request)?;
     let mut trainer = SftTrainer::new(
         &traces,
         SftConfig {
@@ -126,55 +139,81 @@ pub fn sft(
         },
         AdamW::new(&policy.decoder, optimizer)?,
     )?;
-    let tasks = (options.measure_every > 0)
-        .then(|| evaluation_tasks(config))
+    let mut measured = (options.measure_every > 0)
+        .then(|| Ok::<_, RunError>((evaluation_tasks(config)?, new_engine(config, policy)?)))
         .transpose()?;
-    let mut engine = new_engine(config, policy)?;
-    let never = AtomicBool::new(false);
-    let mut last = None;
-    let mut done = 0;
+    let mut outcome = SftOutcome {
+        report: None,
+        steps: 0,
+        is_stopped: false,
+    };
+    let is_asked_to_stop = || options.stop.load(Ordering::Relaxed);
     for step in 1..=options.steps {
         let metrics = trainer.step(&policy.decoder)?;
-        done = step;
+        outcome.steps = step;
         observer(RunEvent::SftStep {
             step,
             loss: metrics.loss,
         });
-        let Some(tasks) = &tasks else { continue };
-        if step % options.measure_every == 0 || step == options.steps {
-            let report = evaluate(
-                config,
-                policy,
-                workbench,
-                &mut engine,
-                tasks,
-                &never,
-                observer,
-            )?;
+        let is_due = step % options.measure_every.max(1) == 0 || step == options.steps;
+        if let Some((tasks, engine)) = measured.as_mut().filter(|_| is_due) {
+            let stop = options.stop;
+            let report = evaluate(config, policy, workbench, engine, tasks, stop, observer);
+            let report = match report {
+                Err(error) if error.is_stop() => {
+                    outcome.is_stopped = true;
+                    break;
+                }
+                report => report?,
+            };
             observer(RunEvent::Evaluated {
                 step,
                 report: &report,
             });
-            let is_enough = options
-                .stop_at
-                .is_some_and(|share| report.pass_at_1 >= share);
-            last = Some(report);
-            if is_enough {
+            let pass_at_1 = report.pass_at_1;
+            outcome.report = Some(report);
+            if options.stop_at.is_some_and(|share| pass_at_1 >= share) {
                 break;
             }
         }
+        if step < options.steps && is_asked_to_stop() {
+            outcome.is_stopped = true;
+            break;
+        }
     }
     policy.save(out)?;
-    Ok((last, done))
+    Ok(outcome)
+}
+
+/// Returns what imitation asks of memory: its sequences are the demonstrations, whatever the limits of
+/// episodes, no value is learned, and keys and values are held only to measure.
+fn memory_request(
+    run: PlanRequest,
+    traces: &[TokenTrace],
+    options: &SftOptions<'_>,
+) -> PlanRequest {
+    PlanRequest {
+        longest: traces.iter().map(TokenTrace::len).max().unwrap_or(0),
+        cache_tokens: if options.measure_every > 0 {
+            run.cache_tokens
+        } else {
+            0
+        },
+        critic: false,
+        ..run
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use candle_core::DType;
 
-    #[test]
-    fn options_that_make_no_sense_are_refused_by_name() {
-        let sound = SftOptions {
+    use super::*;
+    use crate::engine::model::{Trainable, WeightFormat};
+    use crate::trainer::Place;
+
+    fn options(stop: &AtomicBool) -> SftOptions<'_> {
+        SftOptions {
             steps: 1,
             batch_size: 1,
             learning_rate: 1e-4,
@@ -182,9 +221,52 @@ mod tests {
             weight_decay: 0.0,
             stop_at: Some(1.0),
             measure_every: 0,
+            stop,
+        }
+    }
+
+    #[test]
+    fn memory_is_planned_for_the_demonstrations() {
+        let never = AtomicBool::new(false);
+        let trace = |tokens: usize| {
+            let mut trace = TokenTrace::new();
+            trace.push_prompt(&vec![1; tokens]).unwrap();
+            trace
         };
+        let traces = [trace(70), trace(9000), trace(3)];
+        let run = PlanRequest {
+            place: Place::Cpu,
+            dtype: DType::F32,
+            format: WeightFormat::Wide,
+            trainable: Trainable::Full,
+            critic: true,
+            recompute: false,
+            micro_batch_tokens: 1024,
+            longest: 4096,
+            cache_tokens: 65_536,
+        };
+        let planned = memory_request(run.clone(), &traces, &options(&never));
+        let expected = PlanRequest {
+            longest: 9000,
+            cache_tokens: 0,
+            critic: false,
+            ..run.clone()
+        };
+        assert_eq!(planned, expected);
+        let measured = SftOptions {
+            measure_every: 5,
+            ..options(&never)
+        };
+        let planned = memory_request(run, &traces[..1], &measured);
+        assert_eq!((planned.longest, planned.cache_tokens), (70, 65_536));
+    }
+
+    #[test]
+    fn options_that_make_no_sense_are_refused_by_name() {
+        let never = AtomicBool::new(false);
+        let sound = options(&never);
         sound.check().unwrap();
-        let refused = |options: SftOptions, field: &str| {
+        let refused = |options: SftOptions<'_>, field: &str| {
             let error = options.check().unwrap_err();
             assert!(error.to_string().contains(field), "{error}");
             assert!(error.is_usage());

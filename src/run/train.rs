@@ -26,7 +26,7 @@ use crate::trainer::{
     AdamW, GrpoTrainer, TrainState, latest_checkpoint, load_checkpoint, prune_checkpoints,
     remove_partial_checkpoints, save_checkpoint, shuffle_rewards,
 };
-use crate::trajectory::{Status, StepWriter};
+use crate::trajectory::StepWriter;
 
 /// Where a run is written, and whether it goes on.
 #[derive(Debug)]
@@ -412,24 +412,6 @@ fn store<'a>(
     }
     writer.finish()?;
     Ok(())
-}
-
-/// Refuses episodes of which none could be scored: going on would learn nothing, in silence.
-pub(super) fn check_scored<'a>(
-    groups: impl IntoIterator<Item = &'a RolloutGroup>,
-) -> Result<(), RunError> {
-    let mut reason = None;
-    for trajectory in groups.into_iter().flat_map(|group| &group.trajectories) {
-        if trajectory.reward.is_some() {
-            return Ok(());
-        }
-        if let Status::Failed { reason: found } = &trajectory.status {
-            reason = Some(found.clone());
-        }
-    }
-    Err(RunError::NothingScored {
-        reason: reason.unwrap_or_default(),
-    })
 }
 
 fn tokens_per_second(stats: CollectorStats) -> f64 {

@@ -26,7 +26,7 @@ pub use advantage::{
 pub use batch::{MicroBatch, TrainSequence, pack};
 pub use budget::{
     MemoryPlan, MicroBatches, Place, PlanRequest, choose, largest_micro_batch, parameter_count,
-    plan,
+    plan, trained_numbers,
 };
 pub use checkpoint::{
     TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,

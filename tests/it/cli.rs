@@ -103,6 +103,23 @@ fn plan_needs_a_configuration_and_no_weights() {
             .is_some_and(|bytes| bytes <= 24 << 30),
         "{value}"
     );
+    let weights = |dtype: &str, place: &str| {
+        let set = format!("model.dtype={dtype}");
+        let (code, json, errors) = plan(&file, &["--on", place, "--set", &set, "--format", "json"]);
+        assert_eq!(code, Some(0), "{errors}");
+        let value: Value = serde_json::from_str(&json).expect("one JSON value");
+        value["weights"].as_f64().expect("a number")
+    };
+    let single = weights("f32", "cpu");
+    for (dtype, place, bytes) in [
+        ("bf16", "cpu", 2.0),
+        ("int8", "cpu", 1.125),
+        ("bf16", "gpu", 2.0),
+        ("f32", "gpu", 4.0),
+    ] {
+        let found = 4.0 * weights(dtype, place) / single;
+        assert!((found - bytes).abs() < 1e-2, "{dtype} {place}: {found}");
+    }
     let (code, _, errors) = plan(&file, &["--memory", "1GiB"]);
     assert_eq!(code, Some(2));
     assert!(errors.contains("the least that this run needs"), "{errors}");

@@ -1,6 +1,7 @@
 //! A whole run on the carried model and tasks, at a size that a test can wait for.
 
 use std::collections::BTreeSet;
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -549,4 +550,45 @@ fn sft_learns_its_demonstrations() {
     ] {
         assert!(out.join(file).is_file(), "{file}");
     }
+}
+
+#[test]
+fn sft_that_is_asked_to_stop_while_it_measures_keeps_what_it_learned() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let demos = folder.path().join("demos.jsonl");
+    let row = serde_json::json!({"messages": [
+        {"role": "user", "content": "Say it."}, {"role": "assistant", "content": "f(x) == 2"},
+    ]});
+    fs_err::write(&demos, format!("{row}\n")).expect("written");
+    let out = folder.path().join("model");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["sft", "--steps", "2", "--measure-every", "1", "--demos"])
+        .arg(&demos)
+        .arg("--out")
+        .arg(&out)
+        // More than can be measured before the signal comes.
+        .args(["--set", "eval.samples=500", "--set", "eval.temperature=1.0"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut lines = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+    let mut messages = Vec::new();
+    for line in &mut lines {
+        messages.push(line.expect("UTF-8"));
+        if messages.iter().any(|line| line.contains("loss ")) {
+            break;
+        }
+    }
+    let sent = Command::new("kill")
+        .args(["-TERM", &child.id().to_string()])
+        .status();
+    assert!(sent.expect("`kill` is there").success());
+    messages.extend(lines.map(|line| line.expect("UTF-8")));
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.code(), Some(75), "{messages:?}");
+    let last = messages.last().expect("a line");
+    assert!(last.contains("after step 1 of 2"), "{messages:?}");
+    let measured = messages.iter().any(|line| line.contains("Pass rate"));
+    assert!(!measured, "the measurement was broken off: {messages:?}");
+    assert!(out.join("model.safetensors").is_file());
 }

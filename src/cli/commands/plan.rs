@@ -11,9 +11,9 @@ use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::engine::model::ModelConfig;
+use crate::engine::model::{ModelConfig, WeightFormat};
 use crate::run::{keep_to_budget, plan_request};
-use crate::trainer::{MemoryPlan, Place, PlanRequest, plan};
+use crate::trainer::{MemoryPlan, Place, PlanRequest, plan, trained_numbers};
 
 /// Arguments of `wardian plan`.
 #[derive(Debug, Args)]
@@ -34,10 +34,10 @@ pub(in crate::cli) struct PlanArgs {
 /// Where a model would run.
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 enum Device {
-    /// f32 on the CPU
+    /// The CPU, in f32
     #[default]
     Cpu,
-    /// bf16 on a GPU
+    /// A GPU, in bf16 unless `model.dtype` says otherwise
     Gpu,
 }
 
@@ -50,6 +50,8 @@ struct Report {
     training_bytes: u64,
     sampling_bytes: u64,
     peak_bytes: u64,
+    /// Numbers that are trained.
+    trained: u64,
     #[serde(flatten)]
     plan: MemoryPlan,
 }
@@ -74,6 +76,7 @@ pub(in crate::cli) fn run(args: &PlanArgs, printer: &Printer) -> Outcome {
         ..request
     };
     let plan = plan(&model, &request);
+    let trained = trained_numbers(&model, &request.trainable);
     if args.format == Format::Json {
         let report = Report {
             micro_batch_tokens: request.micro_batch_tokens,
@@ -82,13 +85,14 @@ pub(in crate::cli) fn run(args: &PlanArgs, printer: &Printer) -> Outcome {
             training_bytes: plan.training(),
             sampling_bytes: plan.sampling(),
             peak_bytes: plan.peak(),
+            trained,
             plan,
         };
         printer.json(&report).map_err(Failure::internal)?;
         return Ok(ExitStatus::Success);
     }
     printer
-        .data(&table(&plan, &request))
+        .data(&table(&plan, &request, trained))
         .map_err(Failure::internal)?;
     Ok(ExitStatus::Success)
 }
@@ -109,26 +113,31 @@ fn model_config(path: &Path) -> Result<ModelConfig, Failure> {
     ModelConfig::from_file(&file).map_err(Failure::usage)
 }
 
-fn table(plan: &MemoryPlan, request: &PlanRequest) -> String {
+fn table(plan: &MemoryPlan, request: &PlanRequest, trained: u64) -> String {
     let again = if request.recompute {
         "layers run again"
     } else {
         "layers kept"
     };
+    let kept = match request.format {
+        WeightFormat::Wide => String::new(),
+        format => format!(" with {} weights", format.name()),
+    };
     let place = match request.place {
-        Place::Cpu => "f32 on the CPU",
-        Place::Gpu => "bf16 on a GPU",
+        Place::Cpu => "the CPU",
+        Place::Gpu => "a GPU",
     };
     let mut lines = vec![format!(
-        "{place}, micro-batches of {} tokens, {again}, {} trained numbers",
+        "{}{kept} on {place}, micro-batches of {} tokens, {again}, {trained} trained numbers",
+        request.dtype.as_str(),
         request.micro_batch_tokens.max(request.longest),
-        plan.trained
     )];
     let gibibytes = |bytes: u64| bytes as f64 / bytesize::GIB as f64;
     for (what, bytes) in [
         ("weights", plan.weights),
         ("adapter and panels", plan.adapter),
         ("optimizer", plan.optimizer),
+        ("value head", plan.critic),
         ("program", plan.program),
         ("training: gradients", plan.gradients),
         ("training: activations", plan.activations),

@@ -2,8 +2,13 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
 use super::runtime::Sandboxes;
+use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
 use crate::config::{Preset, RunConfig};
@@ -248,4 +253,14 @@ impl From<RunError> for Failure {
             Self::internal(error)
         }
     }
+}
+
+/// Returns what SIGINT (Ctrl-C) and SIGTERM set to true. A second one ends the process at once.
+pub(super) fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, ExitStatus::STOPPED, Arc::clone(&stop))?;
+        flag::register(signal, Arc::clone(&stop))?;
+    }
+    Ok(stop)
 }

@@ -52,6 +52,7 @@ pub(in crate::cli) struct SftArgs {
 
 pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     require_empty_folder(&args.out)?;
+    let stop = setup::stop_on_signals().map_err(Failure::internal)?;
     let options = SftOptions {
         steps: args.steps,
         batch_size: args.batch_size,
@@ -60,6 +61,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         weight_decay: args.weight_decay,
         stop_at: args.stop_at,
         measure_every: args.measure_every,
+        stop: &stop,
     };
     options.check().map_err(Failure::from)?;
     let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
@@ -97,7 +99,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         }
         _ => {}
     };
-    let (_, steps) = sft(
+    let outcome = sft(
         &config,
         &options,
         &demonstrations,
@@ -108,11 +110,18 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     )
     .map_err(Failure::from)?;
     progress.finish();
+    let out = args.out.display();
+    if outcome.is_stopped {
+        printer.notice(&format!(
+            "Stopped after step {} of {}: {out} holds the model as it was then",
+            outcome.steps, args.steps
+        ));
+        return Ok(ExitStatus::Stopped);
+    }
     printer.note(&format!(
-        "Tuned in {} on {}: {}",
-        counted(steps, "step"),
+        "Tuned in {} on {}: {out}",
+        counted(outcome.steps, "step"),
         counted(demonstrations.len(), "demonstration"),
-        args.out.display()
     ));
     Ok(ExitStatus::Success)
 }

@@ -1,13 +1,9 @@
 //! `wardian train`: GRPO on sandboxed Python tasks.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use clap::Args;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
 
 use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
@@ -124,7 +120,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         }
         _ => {}
     };
-    let stop = stop_on_signals().map_err(Failure::internal)?;
+    let stop = setup::stop_on_signals().map_err(Failure::internal)?;
     let options = TrainOptions {
         out: &out,
         resume: args.resume.is_some(),
@@ -150,16 +146,6 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         printer.note(&describe(&summary, &took, &out.display().to_string()));
     }
     Ok(ExitStatus::Success)
-}
-
-/// Returns what SIGINT (Ctrl-C) and SIGTERM set to true. A second one ends the process at once.
-fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        flag::register_conditional_shutdown(signal, ExitStatus::STOPPED, Arc::clone(&stop))?;
-        flag::register(signal, Arc::clone(&stop))?;
-    }
-    Ok(stop)
 }
 
 fn capitalized(text: &str) -> String {

@@ -4,15 +4,14 @@
 //! them. What is left over, the program itself and what its allocator holds back, is a constant and a
 //! share that were measured; see docs/training.md.
 
+use candle_core::DType;
 use serde::Serialize;
 
 use super::logprob::head_chunk_rows;
+use super::value;
 use crate::engine::model::{
-    LINEAR_MODULES, LoraConfig, MAX_SCORES, ModelConfig, Trainable, tensor_shapes,
+    LINEAR_MODULES, LoraConfig, MAX_SCORES, ModelConfig, Trainable, WeightFormat, tensor_shapes,
 };
-
-/// Outputs in one panel of the CPU's weight matrices, which are padded to whole panels.
-const PANEL: u64 = 32;
 
 /// The program, its threads, a tokenizer.
 const PROGRAM: u64 = 48 << 20;
@@ -20,10 +19,11 @@ const PROGRAM: u64 = 48 << 20;
 /// What a CUDA context and its libraries take.
 const CUDA_CONTEXT: u64 = 512 << 20;
 
-/// Bytes of a training step that an attention score takes on a GPU, where a layer's graph is held: the
-/// product and its scaling in 16 bits, the masked softmax' five steps in 32, probabilities in 16, and
-/// three gradients in 32 at a time.
-const GRAPH_BYTES_PER_SCORE: u64 = 2 * 3 + 4 * 5 + 4 * 3;
+/// Numbers of a training step that an attention score takes on a GPU, where a layer's graph is held: in
+/// the model's own type the product, its scaling and probabilities, and in `f32` the masked softmax'
+/// five steps and three gradients at a time.
+const GRAPH_NUMBERS_PER_SCORE: u64 = 3;
+const GRAPH_SINGLES_PER_SCORE: u64 = 5 + 3;
 
 /// Copies of a chunk of logits in `f32` that the plain tensor operations hold.
 const COMPOSED_LOGITS: u64 = 5;
@@ -31,13 +31,13 @@ const COMPOSED_LOGITS: u64 = 5;
 /// Tokens of a micro-batch with which weights are read often enough for each time they are turned.
 const WORTHWHILE_TOKENS: usize = 256;
 
-/// Where the model runs, which says how its weights are held.
+/// Where the model runs, which says what its passes keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
-    /// Kernels of our own, all in `f32`.
+    /// Kernels of our own.
     Cpu,
-    /// Plain tensor operations on a GPU, `bf16`; layers are always run again.
+    /// Plain tensor operations on a GPU; layers are always run again.
     Gpu,
 }
 
@@ -46,13 +46,19 @@ pub enum Place {
 pub struct PlanRequest {
     /// Where the model runs.
     pub place: Place,
+    /// What hidden states, keys and values are held in, and weights that have no format of their own.
+    pub dtype: DType,
+    /// How the CPU keeps the matrices that are not trained.
+    pub format: WeightFormat,
     /// What is trained.
     pub trainable: Trainable,
+    /// Whether a value head is trained beside it.
+    pub critic: bool,
     /// Whether layers are run again in the backward pass; always so on a GPU.
     pub recompute: bool,
     /// Tokens of one forward and backward pass.
     pub micro_batch_tokens: usize,
-    /// Tokens of the longest episode.
+    /// Tokens of the longest sequence to learn from.
     pub longest: usize,
     /// Tokens whose keys and values are held while episodes are sampled.
     pub cache_tokens: usize,
@@ -61,14 +67,14 @@ pub struct PlanRequest {
 /// Bytes by purpose.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
-    /// Numbers that are trained.
-    pub trained: u64,
     /// Weights of the model, as they are held.
     pub weights: u64,
     /// The adapter; on a CPU the panels beside its matrices, or beside all matrices in full training.
     pub adapter: u64,
     /// AdamW's moments, `f32`.
     pub optimizer: u64,
+    /// The value head and its moments, and the hidden states that it reads at a time.
+    pub critic: u64,
     /// Sums of the gradients: while training only.
     pub gradients: u64,
     /// What a micro-batch's forward pass keeps: while training only.
@@ -87,7 +93,7 @@ impl MemoryPlan {
     /// Returns what is held all the time.
     #[must_use]
     pub fn resident(&self) -> u64 {
-        self.weights + self.adapter + self.optimizer + self.program
+        self.weights + self.adapter + self.optimizer + self.critic + self.program
     }
 
     /// Returns the most that is held while the policy is trained.
@@ -115,25 +121,34 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
     let sizes = Sizes::new(model);
     let tokens = request.micro_batch_tokens.max(request.longest) as u64;
     let is_cpu = request.place == Place::Cpu;
-    let number = if is_cpu { 4 } else { 2 };
-    let mut matrices = 0;
-    let mut others = 0;
+    let is_full = request.trainable == Trainable::Full;
+    let number = request.dtype.size_in_bytes();
+    let (mut weights, mut panels) = (0, 0);
     for (_, shape) in tensor_shapes(model) {
         match *shape.as_slice() {
-            [outputs, inputs] if is_cpu => matrices += padded(outputs as u64) * inputs as u64,
-            [outputs, inputs] => matrices += outputs as u64 * inputs as u64,
-            _ => others += shape.iter().product::<usize>() as u64,
+            [outputs, inputs] if is_cpu && !is_full => {
+                weights += request.format.packed_bytes(outputs, inputs, number);
+            }
+            [outputs, inputs] if is_cpu => {
+                weights += (number * outputs * inputs) as u64;
+                panels += WeightFormat::Wide.packed_bytes(outputs, inputs, number);
+            }
+            _ => weights += (number * shape.iter().product::<usize>()) as u64,
         }
     }
-    let (trained, adapter) = match &request.trainable {
-        Trainable::Frozen => (0, 0),
-        Trainable::Full => {
-            let panels = if is_cpu { 4 * matrices } else { 0 };
-            (sizes.parameters, panels)
+    let number = number as u64;
+    let trained = trained_numbers(model, &request.trainable);
+    let adapter = match &request.trainable {
+        Trainable::Frozen => 0,
+        Trainable::Full => panels,
+        Trainable::Lora(config) => {
+            let packed = |[outputs, inputs]: [usize; 2]| {
+                WeightFormat::Wide.packed_bytes(outputs, inputs, size_of::<f32>())
+            };
+            let panels: u64 = adapter_shapes(model, config).flatten().map(packed).sum();
+            4 * trained + if is_cpu { panels } else { 0 }
         }
-        Trainable::Lora(config) => lora(model, config, is_cpu),
     };
-    let is_full = request.trainable == Trainable::Full;
     let layers = model.num_hidden_layers as u64;
     let recompute = request.recompute || !is_cpu;
     let (kept_layers, again) = if recompute { (0, 1) } else { (layers, 0) };
@@ -153,25 +168,26 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         let heads = model.num_attention_heads as u64;
         let share = heads / model.num_key_value_heads as u64;
         let all = longest * longest * heads;
-        GRAPH_BYTES_PER_SCORE * all.min((MAX_SCORES as u64).max(longest * longest * share))
+        let bytes = number * GRAPH_NUMBERS_PER_SCORE + 4 * GRAPH_SINGLES_PER_SCORE;
+        bytes * all.min((MAX_SCORES as u64).max(longest * longest * share))
     };
-    let (stream, graph) = if is_cpu { (4, 4) } else { (2, 6) };
+    // On a GPU a number stands beside its gradient, or beside its wider copy.
+    let graph = if is_cpu { number } else { number + 4 };
     let vocab = model.vocab_size as u64;
     let chunk = head_chunk_rows(model.vocab_size) as u64;
     let copies = if is_cpu { 1 } else { COMPOSED_LOGITS };
     MemoryPlan {
-        trained,
-        weights: number * (matrices + others),
-        adapter: adapter
-            + if is_full || trained == 0 {
-                0
-            } else {
-                4 * trained
-            },
+        weights,
+        adapter,
         optimizer: 8 * trained,
+        critic: if request.critic {
+            value_head(sizes.hidden, number)
+        } else {
+            0
+        },
         gradients: 4 * trained,
-        activations: tokens * (layers * stream * sizes.hidden * u64::from(recompute))
-            + tokens * 4 * per_layer * kept_layers,
+        activations: tokens * number * (layers * sizes.hidden * u64::from(recompute))
+            + tokens * number * per_layer * kept_layers,
         workspace: tokens * graph * (per_layer * again + gradients_of_layer) + scores,
         logits: copies * 4 * chunk.min(tokens) * vocab,
         cache: request.cache_tokens as u64 * number * layers * 2 * sizes.keys,
@@ -217,6 +233,19 @@ pub fn parameter_count(model: &ModelConfig) -> usize {
     tensor_shapes(model).into_iter().map(numbers).sum()
 }
 
+/// Returns how many numbers are trained.
+#[must_use]
+pub fn trained_numbers(model: &ModelConfig, trainable: &Trainable) -> u64 {
+    match trainable {
+        Trainable::Frozen => 0,
+        Trainable::Full => parameter_count(model) as u64,
+        Trainable::Lora(config) => adapter_shapes(model, config)
+            .flatten()
+            .map(|[outputs, inputs]| (outputs * inputs) as u64)
+            .sum(),
+    }
+}
+
 /// How micro-batches go through the model within a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MicroBatches {
@@ -247,29 +276,31 @@ pub fn choose(model: &ModelConfig, request: &PlanRequest, budget: u64) -> Option
     })
 }
 
-fn padded(outputs: u64) -> u64 {
-    outputs.next_multiple_of(PANEL)
+/// Returns the shapes of an adapter's pairs of matrices: `[rank, inputs]` and `[outputs, rank]`.
+fn adapter_shapes(
+    model: &ModelConfig,
+    config: &LoraConfig,
+) -> impl Iterator<Item = [[usize; 2]; 2]> {
+    tensor_shapes(model)
+        .into_iter()
+        .filter_map(|(name, shape)| {
+            let path = name.strip_suffix(".weight")?;
+            let is_linear = LINEAR_MODULES.iter().any(|module| path.ends_with(module));
+            match *shape.as_slice() {
+                [outputs, inputs] if is_linear && config.adapts(path) => {
+                    Some([[config.rank, inputs], [outputs, config.rank]])
+                }
+                _ => None,
+            }
+        })
 }
 
-/// Returns the adapter's numbers, and the bytes of the panels beside them.
-fn lora(model: &ModelConfig, config: &LoraConfig, is_cpu: bool) -> (u64, u64) {
-    let rank = config.rank as u64;
-    let (mut numbers, mut panels) = (0, 0);
-    for (name, shape) in tensor_shapes(model) {
-        let Some(path) = name.strip_suffix(".weight") else {
-            continue;
-        };
-        let is_linear = LINEAR_MODULES.iter().any(|module| path.ends_with(module));
-        if let [outputs, inputs] = *shape.as_slice()
-            && is_linear
-            && config.adapts(path)
-        {
-            let (outputs, inputs) = (outputs as u64, inputs as u64);
-            numbers += rank * (outputs + inputs);
-            panels += 4 * (padded(rank) * inputs + padded(outputs) * rank);
-        }
-    }
-    (numbers, if is_cpu { panels } else { 0 })
+/// Returns the bytes of a value head over hidden states of this width.
+fn value_head(hidden: u64, number: u64) -> u64 {
+    // Weights, their gradient and two moments in `f64`. Rows: as they come, in `f64` as a tensor and
+    // as numbers; what goes on into the model in `f64` and as it is added, with where each goes.
+    let rows = value::ROWS_AT_A_TIME as u64 * hidden;
+    4 * 8 * (hidden + 1) + rows * (number + 8 + 8 + 8 + number + 4)
 }
 
 /// Widths of a model.
@@ -279,7 +310,6 @@ struct Sizes {
     keys: u64,
     /// Numbers that a layer's backward pass reads, a token.
     kept: u64,
-    parameters: u64,
 }
 
 impl Sizes {
@@ -301,7 +331,6 @@ impl Sizes {
             // Input, normed, middle, normed again; queries, keys, values, what attention made of them
             // and its log-sum-exp; gate, up and their product.
             kept: 4 * hidden + 2 * queries + 2 * keys + unnormed + heads + 3 * inner,
-            parameters: parameter_count(model) as u64,
         }
     }
 }

@@ -38,7 +38,10 @@ fn smollm2_135m() -> ModelConfig {
 fn lora_on_gpu() -> PlanRequest {
     PlanRequest {
         place: Place::Gpu,
+        dtype: DType::BF16,
+        format: WeightFormat::Wide,
         trainable: Trainable::Lora(LoraConfig::default()),
+        critic: false,
         recompute: true,
         micro_batch_tokens: 4096,
         longest: 4096,
@@ -67,14 +70,16 @@ fn the_plan_of_the_reference_step_is_what_was_measured() {
     const MEASURED: f64 = 1.26e9;
     let request = PlanRequest {
         place: Place::Cpu,
+        dtype: DType::F32,
         recompute: false,
         micro_batch_tokens: 512,
         longest: 256,
         cache_tokens: 0,
         ..lora_on_gpu()
     };
+    let trained = trained_numbers(&smollm2_135m(), &request.trainable);
+    assert_eq!(trained, 4_884_480);
     let plan = plan(&smollm2_135m(), &request);
-    assert_eq!(plan.trained, 4_884_480);
     let error = plan.peak() as f64 / MEASURED - 1.0;
     assert!(error.abs() < 0.1, "{error}: {plan:?}");
 }
@@ -84,6 +89,7 @@ fn what_a_budget_allows_fits_it_and_one_step_more_does_not() {
     let model = smollm2_135m();
     let request = PlanRequest {
         place: Place::Cpu,
+        dtype: DType::F32,
         recompute: false,
         micro_batch_tokens: 16_384,
         longest: 300,
@@ -119,6 +125,7 @@ fn a_budget_prefers_passes_that_keep_what_they_made() {
     let model = smollm2_135m();
     let request = PlanRequest {
         place: Place::Cpu,
+        dtype: DType::F32,
         recompute: true,
         micro_batch_tokens: 16_384,
         longest: 1000,
@@ -145,8 +152,81 @@ fn full_training_holds_four_numbers_more_for_each_weight() {
         trainable: Trainable::Full,
         ..lora_on_gpu()
     };
+    let trained = trained_numbers(&model, &Trainable::Full);
+    assert_eq!(trained, 1_720_574_976);
     let plan = plan(&model, &full);
-    assert_eq!(plan.trained, 1_720_574_976);
-    assert_eq!(plan.optimizer + plan.gradients, 12 * plan.trained);
+    assert_eq!(plan.optimizer + plan.gradients, 12 * trained);
     assert_eq!(plan.adapter, 0);
+}
+
+#[test]
+fn weights_take_the_room_of_their_format() {
+    let model = qwen3_1_7b();
+    let on_cpu = |format| {
+        let request = PlanRequest {
+            place: Place::Cpu,
+            dtype: DType::F32,
+            format,
+            ..lora_on_gpu()
+        };
+        plan(&model, &request)
+    };
+    let wide = on_cpu(WeightFormat::Wide);
+    for (format, share) in [
+        (WeightFormat::Bf16, 2.0 / 4.0),
+        (WeightFormat::Int8, 1.125 / 4.0),
+    ] {
+        let narrow = on_cpu(format);
+        let found = narrow.weights as f64 / wide.weights as f64;
+        assert!((found - share).abs() < 1e-3, "{format:?}: {found}");
+        // All else is computed in `f32`.
+        let (weights, expected) = (narrow.weights, wide.weights);
+        assert_eq!(narrow.peak() - weights, wide.peak() - expected);
+    }
+    // What is trained is kept whole, with panels beside it.
+    let full = PlanRequest {
+        place: Place::Cpu,
+        dtype: DType::F32,
+        trainable: Trainable::Full,
+        ..lora_on_gpu()
+    };
+    assert_eq!(plan(&model, &full).weights, 4 * 1_720_574_976);
+    assert_eq!(plan(&model, &full).adapter, wide.weights - norms(&model));
+}
+
+/// Returns the bytes in `f32` of all that is no matrix.
+fn norms(model: &ModelConfig) -> u64 {
+    let vectors = tensor_shapes(model).into_iter().map(|(_, shape)| shape);
+    let vectors = vectors.filter(|shape| shape.len() == 1);
+    vectors.map(|shape| 4 * shape[0] as u64).sum()
+}
+
+#[test]
+fn a_model_in_single_precision_takes_twice_the_room_on_a_gpu() {
+    let half = plan(&qwen3_1_7b(), &lora_on_gpu());
+    let request = PlanRequest {
+        dtype: DType::F32,
+        ..lora_on_gpu()
+    };
+    let single = plan(&qwen3_1_7b(), &request);
+    assert_eq!(single.weights, 2 * half.weights);
+    assert_eq!(single.cache, 2 * half.cache);
+    assert_eq!(single.activations, 2 * half.activations);
+    assert!(single.workspace > half.workspace);
+    assert_eq!(single.adapter, half.adapter, "it is `f32` in both");
+}
+
+#[test]
+fn a_value_head_is_counted_and_is_small() {
+    let model = qwen3_8b();
+    let without = plan(&model, &lora_on_gpu());
+    let request = PlanRequest {
+        critic: true,
+        ..lora_on_gpu()
+    };
+    let with = plan(&model, &request);
+    let added = with.peak() - without.peak();
+    assert_eq!((without.critic, with.critic), (0, added));
+    // Whatever the micro-batch: no copy of its hidden states is made.
+    assert!((1 << 20..16 << 20).contains(&added), "{added}");
 }

@@ -36,6 +36,21 @@ impl WeightFormat {
 /// Inputs that share a scale.
 pub(super) const BLOCK: usize = 32;
 
+impl WeightFormat {
+    /// Returns the bytes of a matrix `[outputs, inputs]` in panels, whose outputs are padded to whole
+    /// ones, in a model whose numbers have `number_bytes`.
+    #[must_use]
+    pub fn packed_bytes(self, outputs: usize, inputs: usize, number_bytes: usize) -> u64 {
+        let rows = outputs.next_multiple_of(PANEL) as u64;
+        let row = match self {
+            Self::Wide => number_bytes * inputs,
+            Self::Bf16 => size_of::<u16>() * inputs,
+            Self::Int8 => inputs + size_of::<f32>() * inputs.div_ceil(BLOCK),
+        };
+        rows * row as u64
+    }
+}
+
 /// Numbers that start at a cache line, so that no vector lies across two.
 pub(super) struct Aligned<T> {
     values: Vec<T>,

@@ -168,6 +168,26 @@ fn products_with_narrow_weights_are_those_with_the_same_numbers_kept_wide() {
 }
 
 #[test]
+fn a_packed_matrix_has_as_many_bytes_as_is_said_of_it() {
+    fn bytes<T: Real>(format: WeightFormat, inputs: usize, weight: &[T]) -> usize {
+        match Stored::pack(weight, inputs, format) {
+            Stored::Wide(values) => size_of_val(values.get()),
+            Stored::Bf16(values) => size_of_val(values.get()),
+            Stored::Int8(values, scales) => size_of_val(values.get()) + size_of_val(scales.get()),
+        }
+    }
+    for format in [WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8] {
+        for (inputs, outputs) in SHAPES {
+            let said = |number| format.packed_bytes(outputs, inputs, number);
+            let single = bytes(format, inputs, &fill(outputs * inputs, 2));
+            assert_eq!(said(4), single as u64, "{format:?} {outputs} {inputs}");
+            let double = bytes(format, inputs, &vec![0.5_f64; outputs * inputs]);
+            assert_eq!(said(8), double as u64, "{format:?} {outputs} {inputs}");
+        }
+    }
+}
+
+#[test]
 fn narrow_weights_are_the_nearest() {
     let (k, n) = (100, 33);
     let w = fill(n * k, 5);
