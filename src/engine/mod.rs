@@ -67,6 +67,7 @@ pub use tokenizer::{Detokenizer, Tokenizer};
 
 use model::ops::KEYS_PER_BLOCK;
 use model::{AdapterId, AdapterLease, Decoder, PackedBatch};
+use sampling::Sampled;
 use scheduler::Scheduled;
 use sequence::{Ending, Sequence, State};
 
@@ -516,7 +517,9 @@ impl Engine {
             return Ok(finished);
         }
         let (targets, logits) = self.forward(&planned)?;
-        self.sample(&targets, &logits, &mut finished)?;
+        if let Some(logits) = logits {
+            self.sample(&targets, &logits, &mut finished)?;
+        }
         Ok(finished)
     }
 
@@ -525,7 +528,7 @@ impl Engine {
     fn forward(
         &mut self,
         planned: &[Scheduled],
-    ) -> Result<(BTreeMap<SequenceId, usize>, Vec<f32>), EngineError> {
+    ) -> Result<(BTreeMap<SequenceId, usize>, Option<Tensor>), EngineError> {
         let start = Instant::now();
         let mut batch = PackedBatch::new();
         let mut rows = Vec::with_capacity(planned.len());
@@ -564,28 +567,21 @@ impl Engine {
         Ok((targets, logits))
     }
 
-    /// Returns the logits of the last tokens of complete sequences, flat.
+    /// Returns the logits `[rows, vocab]` of the last tokens of complete sequences, if there are any.
     fn logits(
         &self,
         hidden: &Tensor,
         complete: &[(SequenceId, usize)],
-    ) -> Result<Vec<f32>, EngineError> {
+    ) -> Result<Option<Tensor>, EngineError> {
         if complete.is_empty() {
-            return Ok(Vec::new());
+            return Ok(None);
         }
-        let tensor = || {
-            let last: Vec<u32> = complete
-                .iter()
-                .map(|&(_, index)| u32::try_from(index).expect("batches are bounded"))
-                .collect();
-            let last = Tensor::new(last, hidden.device())?;
-            hidden.index_select(&last, 0)
-        };
-        let logits = self
-            .decoder
-            .logits(&tensor().map_err(model::ModelError::from)?)?;
-        let flat = || logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1();
-        Ok(flat().map_err(model::ModelError::from)?)
+        let last: Vec<u32> = complete
+            .iter()
+            .map(|&(_, index)| u32::try_from(index).expect("batches are bounded"))
+            .collect();
+        let last = select(hidden, last).map_err(model::ModelError::from)?;
+        Ok(Some(self.decoder.logits(&last)?))
     }
 
     /// Gives the followers of a sequence whose prompt is computed their own rows.
@@ -612,25 +608,20 @@ impl Engine {
     fn sample(
         &mut self,
         targets: &BTreeMap<SequenceId, usize>,
-        logits: &[f32],
+        logits: &Tensor,
         finished: &mut Vec<Finished>,
     ) -> Result<(), EngineError> {
         let start = Instant::now();
-        let vocab_size = self.decoder.config().vocab_size;
-        let mut ids = Vec::with_capacity(targets.len());
-        let mut rows = Vec::with_capacity(targets.len());
-        for (&id, sequence) in &mut self.sequences {
-            if let Some(&row) = targets.get(&id) {
-                ids.push(id);
-                let logits = &logits[row * vocab_size..(row + 1) * vocab_size];
-                rows.push(sequence.row_to_sample(logits));
-            }
+        let mut chosen = BTreeMap::new();
+        let mut rest = targets.clone();
+        if !self.decoder.is_fused() {
+            chosen = self.sample_on_device(&mut rest, logits)?;
         }
-        let chosen = sampling::sample_rows(rows);
-        if let Some(at) = chosen.iter().position(Option::is_none) {
-            return Err(EngineError::NonFiniteLogits { id: ids[at] });
+        if !rest.is_empty() {
+            chosen.extend(self.sample_on_host(&rest, logits)?);
         }
-        for (id, sampled) in ids.into_iter().zip(chosen.into_iter().flatten()) {
+        for (id, sampled) in chosen {
+            let sampled = sampled.ok_or(EngineError::NonFiniteLogits { id })?;
             let sequence = self
                 .sequences
                 .get_mut(&id)
@@ -643,6 +634,65 @@ impl Engine {
         }
         self.stats.sampling += start.elapsed();
         Ok(())
+    }
+
+    /// Chooses tokens with nothing but the temperature where the logits are, and takes them out of
+    /// `targets`: a few bytes of each row come back.
+    fn sample_on_device(
+        &mut self,
+        targets: &mut BTreeMap<SequenceId, usize>,
+        logits: &Tensor,
+    ) -> Result<BTreeMap<SequenceId, Option<Sampled>>, EngineError> {
+        let mut ids = Vec::new();
+        let mut plain = Vec::new();
+        for (&id, sequence) in &mut self.sequences {
+            if let Some(&row) = targets.get(&id)
+                && let Some(target) = sequence.target(row)
+            {
+                ids.push(id);
+                plain.push(target);
+                targets.remove(&id);
+            }
+        }
+        if ids.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let tokens = self.decoder.sample(logits, &plain)?;
+        let sampled = |(token, logprob)| Sampled::plain(token, logprob);
+        let chosen = tokens.into_iter().map(|token| token.map(sampled));
+        Ok(ids.into_iter().zip(chosen).collect())
+    }
+
+    /// Chooses tokens on the CPU, from a copy of their rows.
+    fn sample_on_host(
+        &mut self,
+        targets: &BTreeMap<SequenceId, usize>,
+        logits: &Tensor,
+    ) -> Result<BTreeMap<SequenceId, Option<Sampled>>, EngineError> {
+        let vocab_size = self.decoder.config().vocab_size;
+        let mut needed: Vec<usize> = targets.values().copied().collect();
+        needed.sort_unstable();
+        needed.dedup();
+        let copy = || {
+            let logits = if needed.len() < logits.dim(0)? {
+                let needed = needed.iter().filter_map(|&row| u32::try_from(row).ok());
+                select(logits, needed.collect())?
+            } else {
+                logits.clone()
+            };
+            logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()
+        };
+        let logits = copy().map_err(model::ModelError::from)?;
+        let mut ids = Vec::with_capacity(targets.len());
+        let mut rows = Vec::with_capacity(targets.len());
+        for (&id, sequence) in &mut self.sequences {
+            if let Some(Ok(row)) = targets.get(&id).map(|row| needed.binary_search(row)) {
+                ids.push(id);
+                let logits = &logits[row * vocab_size..(row + 1) * vocab_size];
+                rows.push(sequence.row_to_sample(logits));
+            }
+        }
+        Ok(ids.into_iter().zip(sampling::sample_rows(rows)).collect())
     }
 
     /// Ends the turns of extended sequences that have no room for a token.
@@ -735,7 +785,6 @@ impl Engine {
         // The last token is always computed, for its logits.
         let blocks = match self.config.prefix_caching {
             PrefixCaching::Off => 0,
-            _ if !self.cache.shares_prefixes() => 0,
             PrefixCaching::Prompts | PrefixCaching::All => {
                 (sequence.tokens.len() - 1) / KEYS_PER_BLOCK
             }
@@ -764,9 +813,6 @@ impl Engine {
 
     /// Keeps the full blocks of a sequence for those that begin like it.
     fn keep_prefix(&mut self, id: SequenceId) -> Result<(), EngineError> {
-        if !self.cache.shares_prefixes() {
-            return Ok(());
-        }
         let sequence = self
             .sequences
             .get_mut(&id)
@@ -834,4 +880,10 @@ impl Engine {
         }
         Ok(sequence)
     }
+}
+
+/// Returns some rows of a matrix.
+fn select(matrix: &Tensor, rows: Vec<u32>) -> candle_core::Result<Tensor> {
+    let rows = Tensor::new(rows, matrix.device())?;
+    matrix.index_select(&rows, 0)
 }

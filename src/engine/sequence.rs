@@ -8,9 +8,10 @@ use serde::{Deserialize, Serialize};
 use super::guide::Guide;
 use super::kv_cache::RowId;
 use super::model::AdapterLease;
+use super::model::cuda::Target;
 use super::model::ops::KEYS_PER_BLOCK;
 use super::prefix_cache::PrefixHash;
-use super::sampling::{History, Row, Sampled};
+use super::sampling::{History, Row, Sampled, unit_interval};
 use super::text_stream::{StopText, TextStream};
 use super::{EngineError, SamplingParams, SequenceSeed, TokenLogprob, Tokenizer};
 
@@ -265,6 +266,21 @@ impl Sequence {
             guide: self.guide.as_mut(),
             random: &mut self.random,
         }
+    }
+
+    /// Returns how the next token is chosen from row `row` of the logits, if the temperature is all that
+    /// it takes; draws the number for it.
+    pub(super) fn target(&mut self, row: usize) -> Option<Target> {
+        let params = &self.params;
+        params.is_plain().then(|| Target {
+            row,
+            temperature: params.temperature,
+            uniform: if params.is_greedy() {
+                0.0
+            } else {
+                unit_interval(&mut self.random)
+            },
+        })
     }
 
     /// Returns the turn so far.

@@ -21,7 +21,6 @@ use super::decoder::{Decoder, Layer};
 use super::gradients::Gradients;
 use super::linear::{Linear, Lora, Parameter};
 use super::{Adapters, ModelError, PackedBatch};
-use crate::engine::kv_cache::{KvCache, RowId, TensorRow};
 
 /// Scores of one group of segments and some of its heads held at a time, in elements: 256 MB of `f32`.
 /// A single head's may be more.
@@ -107,7 +106,6 @@ impl<'a> Pass<'a> {
         decoder: &'a Decoder,
         batch: &'a PackedBatch,
         adapters: Adapters,
-        with_layout: bool,
     ) -> Result<Self, ModelError> {
         let config = decoder.config();
         let device = decoder.device();
@@ -135,24 +133,18 @@ impl<'a> Pass<'a> {
                 .to_dtype(wide)?
                 .to_device(device)
         };
-        let layout = if with_layout {
-            segment_groups(decoder, batch)?
-        } else {
-            vec![]
-        };
         Ok(Self {
             decoder,
             batch,
             cos: table(cos)?,
             sin: table(sin)?,
             adapters: decoder.row_adapters(batch, adapters)?,
-            layout,
+            layout: segment_groups(decoder, batch)?,
         })
     }
 
     fn embed(&self) -> Result<Tensor, ModelError> {
-        let tokens = Tensor::new(self.batch.tokens(), self.decoder.device())?;
-        Ok(self.decoder.embedding().tensor().index_select(&tokens, 0)?)
+        embed(self.decoder, self.batch)
     }
 
     fn norm(&self, x: &Tensor, weight: &Parameter) -> candle_core::Result<Tensor> {
@@ -174,39 +166,7 @@ impl<'a> Pass<'a> {
     }
 
     fn linear(&self, linear: &Linear, x: &Tensor) -> candle_core::Result<Tensor> {
-        let x = x.contiguous()?;
-        let weight = linear.weight.tensor();
-        let y = if linear.weight.slot().is_some() {
-            x.matmul(&weight.t()?)?
-        } else {
-            x.apply_op1(FrozenLinear {
-                weight: weight.clone(),
-            })?
-        };
-        let y = match &linear.bias {
-            Some(bias) => y.broadcast_add(bias.tensor())?,
-            None => y,
-        };
-        if let Some(lora) = &linear.lora
-            && self.adapters.own == Adapters::On
-        {
-            return y + update(lora, &x)?;
-        }
-        // Rows without an adapter are taken as they are.
-        let mut parts = Vec::new();
-        let mut done = 0;
-        for (rows, lora) in self.adapters.updates(linear) {
-            let (start, length) = (rows.start, rows.len());
-            parts.push(y.narrow(0, done, start - done)?);
-            let x = x.narrow(0, start, length)?.contiguous()?;
-            parts.push((y.narrow(0, start, length)? + update(lora, &x)?)?);
-            done = rows.end;
-        }
-        if parts.is_empty() {
-            return Ok(y);
-        }
-        parts.push(y.narrow(0, done, y.dim(0)? - done)?);
-        Tensor::cat(&parts, 0)
+        apply(linear, &self.adapters, x)
     }
 
     /// Rotates `x` `[n, heads, head_dim]`.
@@ -424,6 +384,53 @@ impl<'a> Pass<'a> {
     }
 }
 
+/// Returns the embeddings of a batch's tokens, `[n, hidden]`.
+pub(super) fn embed(decoder: &Decoder, batch: &PackedBatch) -> Result<Tensor, ModelError> {
+    let tokens = Tensor::new(batch.tokens(), decoder.device())?;
+    Ok(decoder.embedding().tensor().index_select(&tokens, 0)?)
+}
+
+/// Returns a linear layer's output, adapters included.
+pub(super) fn apply(
+    linear: &Linear,
+    adapters: &RowAdapters,
+    x: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let x = x.contiguous()?;
+    let weight = linear.weight.tensor();
+    let y = if linear.weight.slot().is_some() {
+        x.matmul(&weight.t()?)?
+    } else {
+        x.apply_op1(FrozenLinear {
+            weight: weight.clone(),
+        })?
+    };
+    let y = match &linear.bias {
+        Some(bias) => y.broadcast_add(bias.tensor())?,
+        None => y,
+    };
+    if let Some(lora) = &linear.lora
+        && adapters.own == Adapters::On
+    {
+        return y + update(lora, &x)?;
+    }
+    // Rows without an adapter are taken as they are.
+    let mut parts = Vec::new();
+    let mut done = 0;
+    for (rows, lora) in adapters.updates(linear) {
+        let (start, length) = (rows.start, rows.len());
+        parts.push(y.narrow(0, done, start - done)?);
+        let x = x.narrow(0, start, length)?.contiguous()?;
+        parts.push((y.narrow(0, start, length)? + update(lora, &x)?)?);
+        done = rows.end;
+    }
+    if parts.is_empty() {
+        return Ok(y);
+    }
+    parts.push(y.narrow(0, done, y.dim(0)? - done)?);
+    Tensor::cat(&parts, 0)
+}
+
 /// Returns an adapter's update `scale * (x A^T) B^T` in the type of `x`.
 fn update(lora: &Lora, x: &Tensor) -> candle_core::Result<Tensor> {
     let (a, b) = (lora.a.tensor(), lora.b.tensor());
@@ -535,7 +542,7 @@ pub(super) fn forward(
     batch: &PackedBatch,
     adapters: Adapters,
 ) -> Result<(Tensor, ComposedTape), ModelError> {
-    let pass = Pass::new(decoder, batch, adapters, true)?;
+    let pass = Pass::new(decoder, batch, adapters)?;
     let mut inputs = vec![pass.embed()?.detach()];
     for (index, layer) in decoder.layers().iter().enumerate() {
         let output = pass.layer(layer, &inputs[index])?;
@@ -555,7 +562,7 @@ pub(super) fn backward(
     dhidden: &Tensor,
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let pass = Pass::new(decoder, batch, Adapters::On, true)?;
+    let pass = Pass::new(decoder, batch, Adapters::On)?;
     let last = tape
         .inputs
         .pop()
@@ -621,109 +628,4 @@ fn chain<const N: usize, const M: usize>(
         dinputs.push(dinput.detach());
     }
     Ok(dinputs.try_into().expect("as many as inputs"))
-}
-
-/// Returns the hidden states of new tokens and appends their keys and values to the cache.
-pub(super) fn hidden_cached(
-    decoder: &Decoder,
-    batch: &PackedBatch,
-    cache: &mut KvCache,
-    rows: &[RowId],
-) -> Result<Tensor, ModelError> {
-    let pass = Pass::new(decoder, batch, Adapters::On, false)?;
-    let mut taken = cache.take_tensors(rows, batch.len())?;
-    for (segment, row) in batch.segments().iter().zip(&taken) {
-        let first = batch
-            .positions()
-            .get(segment.start)
-            .map_or(row.len, |&p| p as usize);
-        if !segment.is_empty() && first != row.len {
-            let what = "first position of a segment against its cache row";
-            return Err(ModelError::Mismatch {
-                what,
-                found: first,
-                expected: row.len,
-            });
-        }
-    }
-    let mut x = pass.embed()?;
-    for (index, layer) in decoder.layers().iter().enumerate() {
-        let normed = pass.norm(&x, &layer.input_norm)?;
-        let (q, k, v) = pass.project(layer, &normed)?;
-        let mut parts = Vec::with_capacity(taken.len());
-        for (segment, row) in batch.segments().iter().zip(&mut taken) {
-            if !segment.is_empty() {
-                parts.push(attend_row(decoder, index, segment, row, &q, &k, &v)?);
-            }
-        }
-        x = pass.finish(layer, &x, &Tensor::cat(&parts, 0)?)?.detach();
-    }
-    for (segment, row) in batch.segments().iter().zip(&mut taken) {
-        row.len += segment.len();
-    }
-    cache.restore_tensors(rows, taken);
-    Ok(pass.norm(&x, decoder.norm())?.detach())
-}
-
-/// Appends one segment's keys and values to its row and attends; returns `[t, heads * head_dim]`.
-fn attend_row(
-    decoder: &Decoder,
-    layer: usize,
-    segment: &Range<usize>,
-    row: &mut TensorRow,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-) -> candle_core::Result<Tensor> {
-    let config = decoder.config();
-    let (heads, kv_heads, dim) = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    );
-    let t = segment.len();
-    let take = |x: &Tensor| x.narrow(0, segment.start, t)?.transpose(0, 1)?.contiguous();
-    let (new_keys, new_values) = (take(k)?, take(v)?);
-    let (keys, values) = match row.layers.get(layer) {
-        Some((keys, values)) => (
-            Tensor::cat(&[keys, &new_keys], 1)?,
-            Tensor::cat(&[values, &new_values], 1)?,
-        ),
-        None => (new_keys, new_values),
-    };
-    let seen = keys.dim(1)?;
-    let q = take(q)?.reshape((kv_heads, heads / kv_heads * t, dim))?;
-    let scores = (q.matmul(&keys.transpose(1, 2)?.contiguous()?)? * (1.0 / (dim as f64).sqrt()))?;
-    let mask: Vec<f64> = (0..t)
-        .flat_map(|query| {
-            let visible = seen - t + query;
-            (0..seen).map(move |key| {
-                if key <= visible {
-                    0.0
-                } else {
-                    f64::NEG_INFINITY
-                }
-            })
-        })
-        .collect();
-    let wide = if decoder.dtype() == DType::F64 {
-        DType::F64
-    } else {
-        DType::F32
-    };
-    let mask = Tensor::from_vec(mask, (t, seen), &Device::Cpu)?.to_dtype(wide)?;
-    let mask = mask.to_device(decoder.device())?;
-    let probabilities = masked_softmax(&scores.reshape((heads, t, seen))?, &mask)?;
-    let attended = probabilities
-        .reshape((kv_heads, heads / kv_heads * t, seen))?
-        .matmul(&values)?;
-    match row.layers.get_mut(layer) {
-        Some(slot) => *slot = (keys, values),
-        None => row.layers.push((keys, values)),
-    }
-    attended
-        .reshape((heads, t, dim))?
-        .transpose(0, 1)?
-        .contiguous()?
-        .reshape((t, heads * dim))
 }

@@ -10,6 +10,7 @@ use fs_err as fs;
 
 use super::adapters::{AdapterId, AdapterLease, AdapterRegistry, RowAdapters};
 use super::composed::{self, ComposedTape};
+use super::cuda::{self, RotaryTable, Target};
 use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
@@ -18,7 +19,7 @@ use super::lora::{LoraAdapter, LoraConfig};
 use super::ops::{HeadShape, Values, WeightFormat};
 use super::safetensors_file::write_safetensors;
 use super::weights::Weights;
-use super::{ModelConfig, ModelError, PackedBatch};
+use super::{ModelConfig, ModelError, PackedBatch, paged};
 use crate::engine::kv_cache::{KvCache, RowId};
 
 /// Which weights a training run may change.
@@ -116,8 +117,10 @@ pub struct Decoder {
     /// Absent if the head is the embedding.
     head: Option<Parameter>,
     variables: Vec<(String, Var)>,
-    /// Present if the passes run on our own kernels.
+    /// Present if the passes run on our own kernels on the CPU.
     rope: Option<FusedRope>,
+    /// For the pass that generates elsewhere.
+    rotary: RotaryTable,
     /// Shared with the variables' panels, which are made anew when it grows.
     version: Arc<AtomicU64>,
     /// Adapters beside the weights.
@@ -265,6 +268,7 @@ impl Decoder {
         let version = builder.version();
         let variables = builder.finish()?;
         let rope = is_fused.then(|| FusedRope::new(dtype, &config));
+        let rotary = RotaryTable::new(&config, dtype, device);
         Ok(Self {
             config,
             device: device.clone(),
@@ -276,6 +280,7 @@ impl Decoder {
             head,
             variables,
             rope,
+            rotary,
             version,
             served: AdapterRegistry::default(),
         })
@@ -339,14 +344,12 @@ impl Decoder {
 
     /// Returns an empty cache for at most `max_tokens` tokens.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
-        let layers = self.config.num_hidden_layers;
-        KvCache::new(
-            layers,
-            self.head_shape(),
-            self.dtype,
-            self.rope.is_some(),
-            max_tokens,
-        )
+        let (layers, shape) = (self.config.num_hidden_layers, self.head_shape());
+        if self.is_fused() {
+            KvCache::on_heap(layers, shape, self.dtype, max_tokens)
+        } else {
+            KvCache::paged(layers, shape, self.dtype, max_tokens, &self.device)
+        }
     }
 
     // === Adapters beside the weights ===
@@ -464,6 +467,10 @@ impl Decoder {
         self.rope
             .as_ref()
             .expect("the fused passes run only where it is present")
+    }
+
+    pub(super) fn rotary(&self) -> &RotaryTable {
+        &self.rotary
     }
 
     pub(super) fn embedding(&self) -> &Parameter {
@@ -659,7 +666,7 @@ impl Decoder {
                 let hidden = fused::hidden_cached::<f64>(self, batch, cache, rows)?;
                 fused::hidden_tensor(self, hidden)
             }
-            Kind::Composed => composed::hidden_cached(self, batch, cache, rows),
+            Kind::Composed => paged::hidden_cached(self, batch, cache, rows),
         }
     }
 
@@ -699,6 +706,20 @@ impl Decoder {
                 Ok(logits.to_dtype(wide)?)
             }
         }
+    }
+
+    /// Chooses a token for each target where the logits `[rows, vocab]` are; returns it with its
+    /// log-probability at the target's temperature, or `None` where logits are not finite.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a target's row is not there, or if the tensor library does.
+    pub(crate) fn sample(
+        &self,
+        logits: &Tensor,
+        targets: &[Target],
+    ) -> Result<Vec<Option<(u32, f32)>>, ModelError> {
+        Ok(cuda::sample(&logits.to_dtype(DType::F32)?, targets)?)
     }
 
     fn kind(&self) -> Kind {

@@ -10,13 +10,15 @@
 //!   [`Decoder::backward`] adds the variables' gradients to [`Gradients`].
 //! * Scoring without gradients, with or without adapters: [`Decoder::hidden`].
 //!
-//! On the CPU the passes run on kernels of our own (`fused`); elsewhere on plain tensor operations
-//! (`composed`), differentiated by candle a layer at a time. Sequences are packed end to end, so there
+//! On the CPU the passes run on kernels of our own (`fused`). Elsewhere those of training run on plain
+//! tensor operations (`composed`), differentiated by candle a layer at a time, and the one that generates
+//! on kernels in CUDA C (`paged`, `cuda`). Sequences are packed end to end, so there
 //! is no padding to mask and none to pay for.
 
 mod adapters;
 mod composed;
 mod config;
+pub(crate) mod cuda;
 mod decoder;
 mod error;
 mod files;
@@ -26,6 +28,7 @@ mod linear;
 mod lora;
 pub mod ops;
 mod packed;
+mod paged;
 mod rope_scaling;
 mod safetensors_file;
 mod weights;

@@ -135,6 +135,25 @@ impl PackedBatch {
             .collect()
     }
 
+    /// Fails if a segment does not start where its row of the cache, which has one of `lengths`, ends.
+    pub(super) fn check_continues(
+        &self,
+        lengths: impl Iterator<Item = usize>,
+    ) -> Result<(), ModelError> {
+        for (segment, length) in self.segments.iter().zip(lengths) {
+            let first = self.positions.get(segment.start);
+            let first = first.map_or(length, |&position| position as usize);
+            if !segment.is_empty() && first != length {
+                return Err(ModelError::Mismatch {
+                    what: "first position of a segment against its cache row",
+                    found: first,
+                    expected: length,
+                });
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn check(&self, vocab_size: usize, limit: usize) -> Result<(), ModelError> {
         for &token in &self.tokens {
             if token as usize >= vocab_size {

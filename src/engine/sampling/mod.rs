@@ -79,6 +79,20 @@ pub(super) struct Sampled {
     pub(super) top: Vec<TokenLogprob>,
 }
 
+impl Sampled {
+    /// Returns a token of the model's own distribution at the temperature.
+    pub(super) fn plain(token: u32, logprob: f32) -> Self {
+        Self {
+            chosen: TokenLogprob {
+                token,
+                logprob,
+                kept_logprob: logprob,
+            },
+            top: Vec::new(),
+        }
+    }
+}
+
 /// The next token of one sequence, to be chosen.
 #[derive(Debug)]
 pub(super) struct Row<'a> {
@@ -239,7 +253,7 @@ fn argmax(logits: &[f32]) -> Option<usize> {
 }
 
 /// Returns a number in [0, 1) from one 64-bit draw.
-fn unit_interval(random: &mut ChaCha8Rng) -> f64 {
+pub(super) fn unit_interval(random: &mut ChaCha8Rng) -> f64 {
     (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
 }
 

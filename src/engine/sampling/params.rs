@@ -198,6 +198,12 @@ impl SamplingParams {
         self.adjustment().is_some()
     }
 
+    /// Returns whether the temperature is all that makes the distribution, and the token all that is
+    /// asked for: such rows are sampled where the logits are.
+    pub(in crate::engine) fn is_plain(&self) -> bool {
+        !self.is_adjusted() && !self.is_truncated() && self.top_logprobs == 0
+    }
+
     /// Returns the first parameter that changes logits.
     fn adjustment(&self) -> Option<&'static str> {
         [

@@ -1,5 +1,6 @@
 //! The engine on a toy decoder with random weights.
 
+mod paged;
 mod prefixes;
 mod turns;
 
@@ -41,7 +42,12 @@ fn toy_decoder() -> Arc<Decoder> {
             *tensor = (&*tensor * 10.0).unwrap();
         }
     }
-    Arc::new(Decoder::new(toy_config(), weights, &Device::Cpu, &Trainable::Full, 0).unwrap())
+    let build = if paged::is_paged() {
+        Decoder::new_composed
+    } else {
+        Decoder::new
+    };
+    Arc::new(build(toy_config(), weights, &Device::Cpu, &Trainable::Full, 0).unwrap())
 }
 
 fn engine(config: EngineConfig) -> Engine {
@@ -92,6 +98,13 @@ fn alone(prompt: Vec<u32>, params: SamplingParams, seed: SequenceSeed) -> Finish
 fn assert_same(a: &Finished, b: &Finished) {
     assert_eq!(a.tokens, b.tokens);
     assert_eq!(a.finish_reason, b.finish_reason);
+    if paged::is_paged() {
+        // The tensor library's products have other kernels for other numbers of rows.
+        for (a, b) in a.logprobs.iter().zip(&b.logprobs) {
+            assert!((a - b).abs() < 1e-4, "{a} {b}");
+        }
+        return;
+    }
     let bits = |finished: &Finished| -> Vec<u32> {
         finished
             .logprobs

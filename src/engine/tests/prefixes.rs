@@ -46,7 +46,7 @@ fn run_all(config: EngineConfig, prompts: &[Vec<u32>]) -> (Vec<Finished>, Engine
 }
 
 #[test]
-fn prefixes_that_are_used_again_change_no_bit() {
+pub(super) fn prefixes_that_are_used_again_change_no_bit() {
     let prompts = mixed_prompts(100);
     let off = EngineConfig {
         prefix_caching: PrefixCaching::Off,
@@ -89,7 +89,7 @@ fn prefixes_that_are_used_again_change_no_bit() {
 }
 
 #[test]
-fn a_conversation_that_is_sent_again_is_computed_once() {
+pub(super) fn a_conversation_that_is_sent_again_is_computed_once() {
     let mut engine = engine(EngineConfig::default());
     let first = prompt(9);
     let id = engine.add(first.clone(), sampled(40), seed(1)).unwrap();
@@ -108,7 +108,7 @@ fn a_conversation_that_is_sent_again_is_computed_once() {
 }
 
 #[test]
-fn answers_are_kept_only_where_that_is_asked_for() {
+pub(super) fn answers_are_kept_only_where_that_is_asked_for() {
     for (prefix_caching, hits) in [
         (PrefixCaching::Off, 0),
         (PrefixCaching::Prompts, 2 * KEYS_PER_BLOCK),
@@ -134,7 +134,7 @@ fn answers_are_kept_only_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_prompt_of_whole_blocks_leaves_one_block_to_compute() {
+pub(super) fn a_prompt_of_whole_blocks_leaves_one_block_to_compute() {
     let mut engine = engine(EngineConfig::default());
     for hits in [0, KEYS_PER_BLOCK] {
         let id = engine.add(vec![5; 64], sampled(3), seed(1)).unwrap();
@@ -145,7 +145,7 @@ fn a_prompt_of_whole_blocks_leaves_one_block_to_compute() {
 }
 
 #[test]
-fn prefixes_end_with_the_weights_that_made_them() {
+pub(super) fn prefixes_end_with_the_weights_that_made_them() {
     let decoder = toy_decoder();
     let mut engine = Engine::new(Arc::clone(&decoder), EngineConfig::default()).unwrap();
     let run = |engine: &mut Engine| {
@@ -174,7 +174,7 @@ fn prefixes_end_with_the_weights_that_made_them() {
 }
 
 #[test]
-fn a_budget_in_bytes_is_one_in_tokens() {
+pub(super) fn a_budget_in_bytes_is_one_in_tokens() {
     // 2 layers, 2 heads of 8 numbers, keys and values, 4 bytes each.
     let token = 2 * 2 * 8 * 2 * 4;
     let with = |bytes| EngineConfig {

@@ -15,7 +15,7 @@ fn run(engine: &mut Engine, params: &SamplingParams) -> Finished {
 }
 
 #[test]
-fn a_stop_string_ends_the_turn_and_cuts_its_text_alone() {
+pub(super) fn a_stop_string_ends_the_turn_and_cuts_its_text_alone() {
     let mut engine = engine_with_text();
     let params = SamplingParams {
         max_new_tokens: 40,
@@ -64,7 +64,7 @@ fn engine_without_text(params: &SamplingParams) -> String {
 }
 
 #[test]
-fn penalties_and_biases_count_from_the_turn_that_is_sampled() {
+pub(super) fn penalties_and_biases_count_from_the_turn_that_is_sampled() {
     let greedy = SamplingParams {
         temperature: 0.0,
         max_new_tokens: 12,
@@ -105,7 +105,7 @@ fn penalties_and_biases_count_from_the_turn_that_is_sampled() {
 }
 
 #[test]
-fn the_likeliest_tokens_come_with_each_token() {
+pub(super) fn the_likeliest_tokens_come_with_each_token() {
     let params = SamplingParams {
         top_logprobs: 3,
         temperature: 0.0,
@@ -139,7 +139,7 @@ fn thinking(max_tokens: usize, max_new_tokens: usize) -> SamplingParams {
 }
 
 #[test]
-fn reasoning_is_closed_at_its_budget_by_tokens_that_are_not_sampled() {
+pub(super) fn reasoning_is_closed_at_its_budget_by_tokens_that_are_not_sampled() {
     let prompt = [prompt(4), vec![OPEN, 20]].concat();
     let finished = alone(prompt.clone(), thinking(6, 16), seed(3));
     assert_eq!(finished.tokens.len(), 16);
@@ -189,7 +189,7 @@ fn reasoning_is_closed_at_its_budget_by_tokens_that_are_not_sampled() {
 }
 
 #[test]
-fn a_group_and_a_full_cache_close_reasoning_as_one_sequence_does() {
+pub(super) fn a_group_and_a_full_cache_close_reasoning_as_one_sequence_does() {
     let prompt = [prompt(4), vec![OPEN]].concat();
     for budget in [0, 7] {
         let mut engine = engine(EngineConfig {

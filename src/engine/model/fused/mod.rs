@@ -242,20 +242,7 @@ fn hidden_cached_in_pool<T: FusedReal>(
     let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
     let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     cache.with_blocks::<T, _>(rows, &added, |cached| {
-        for (segment, len) in batch.segments().iter().zip(cached.lengths()) {
-            let first = batch
-                .positions()
-                .get(segment.start)
-                .map_or(len, |&p| p as usize);
-            if !segment.is_empty() && first != len {
-                let what = "first position of a segment against its cache row";
-                return Err(ModelError::Mismatch {
-                    what,
-                    found: first,
-                    expected: len,
-                });
-            }
-        }
+        batch.check_continues(cached.lengths())?;
         let mut x = pass.embed()?;
         for (index, layer) in decoder.layers().iter().enumerate() {
             layer::forward_cached(&pass, layer, index, &mut x, cached)?;

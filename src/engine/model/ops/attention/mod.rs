@@ -53,7 +53,8 @@ impl HeadShape {
         self.heads / self.kv_heads
     }
 
-    fn scale(self) -> f64 {
+    /// Factor of the scores.
+    pub(crate) fn scale(self) -> f64 {
         1.0 / (self.head_dim as f64).sqrt()
     }
 }

@@ -1,0 +1,184 @@
+//! Launching kernels on a GPU.
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUdevice_attribute, CUdeviceptr, CUfunction_attribute,
+};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _, LaunchConfig,
+    PushKernelArg as _, SyncOnDrop,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
+use candle_core::cuda_backend::{CudaStorageSlice, DeviceId};
+use candle_core::{CudaDevice, CudaStorage, Layout, bail};
+
+use super::{COMMON, DEVICE, Launch, Operand, Scalar, Source, Variant};
+
+/// Shared memory that a kernel has without asking.
+const SHARED_BYTES: usize = 48 << 10;
+
+type Name = (DeviceId, Source, Variant, &'static str);
+
+/// Kernels that are compiled and loaded.
+static FUNCTIONS: LazyLock<Mutex<HashMap<Name, CudaFunction>>> = LazyLock::new(Mutex::default);
+
+/// Runs launches one after the other; `inputs` must lie without gaps.
+pub(super) fn run(
+    launches: &[Launch],
+    target: &mut CudaStorage,
+    inputs: &[(&CudaStorage, &Layout)],
+    scratch_bytes: usize,
+) -> candle_core::Result<()> {
+    let device = target.device.clone();
+    let stream = device.cuda_stream();
+    let mut scratch = None;
+    if scratch_bytes > 0 {
+        // SAFETY: the first launch writes what the second reads.
+        #[expect(unsafe_code, reason = "zeros would be one more launch")]
+        let bytes = unsafe { device.alloc::<u8>(scratch_bytes)? };
+        scratch = Some(bytes);
+    }
+    let (target, _target_guard) = target_pointer(target, &stream)?;
+    let (scratch, _scratch_guard) = match &mut scratch {
+        Some(scratch) => scratch.device_ptr_mut(&stream),
+        None => (target, SyncOnDrop::Sync(None)),
+    };
+    let mut pointers = Vec::with_capacity(inputs.len());
+    for (storage, layout) in inputs {
+        pointers.push(input_pointer(storage, layout, &stream)?);
+    }
+    for launch in launches {
+        let function = function(&device, launch)?;
+        let operands: Vec<CUdeviceptr> = launch
+            .operands
+            .iter()
+            .map(|operand| match operand {
+                Operand::Target => target,
+                Operand::Scratch => scratch,
+                Operand::Input(index) => pointers[*index].0,
+            })
+            .collect();
+        let mut arguments = stream.launch_builder(&function);
+        for operand in &operands {
+            arguments.arg(operand);
+        }
+        for scalar in &launch.scalars {
+            match scalar {
+                Scalar::U32(value) => arguments.arg(value),
+                Scalar::U64(value) => arguments.arg(value),
+                Scalar::F64(value) => arguments.arg(value),
+            };
+        }
+        let [x, y, z] = launch.grid.map(number);
+        let config = LaunchConfig {
+            grid_dim: (x?, y?, z?),
+            block_dim: (number(launch.threads)?, 1, 1),
+            shared_mem_bytes: number(launch.shared_bytes)?,
+        };
+        // SAFETY: the operands and numbers are those of the kernel's source, in its order, and the
+        // launches are built from the shapes of the tensors that the pointers lead to. `tests` launches
+        // the same sources with the same numbers on memory whose bounds are watched.
+        #[expect(
+            unsafe_code,
+            reason = "a kernel's arguments are not checked by the driver"
+        )]
+        let launched = unsafe { arguments.launch(config) };
+        launched.map_err(candle_core::Error::wrap)?;
+    }
+    Ok(())
+}
+
+fn number(value: usize) -> candle_core::Result<u32> {
+    u32::try_from(value).map_err(candle_core::Error::wrap)
+}
+
+/// Returns the kernel of a launch, compiled and loaded at its first use.
+fn function(device: &CudaDevice, launch: &Launch) -> candle_core::Result<CudaFunction> {
+    let (source, variant) = (launch.source, &launch.variant);
+    let name: Name = (device.id(), source, variant.clone(), launch.function);
+    let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(function) = functions.get(&name) {
+        return Ok(function.clone());
+    }
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let attribute = |attribute| {
+        context
+            .attribute(attribute)
+            .map_err(candle_core::Error::wrap)
+    };
+    let [major, minor] = [
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    ]
+    .map(attribute);
+    let mut options = variant.arguments();
+    options.push(format!("--gpu-architecture=compute_{}{}", major?, minor?));
+    options.push("--fmad=false".to_owned());
+    let options = CompileOptions {
+        name: Some(format!("{}.cu", source.name)),
+        options,
+        ..CompileOptions::default()
+    };
+    let text = format!("{DEVICE}{COMMON}{}", source.text);
+    let compiled = compile_ptx_with_opts(text, options)
+        .map_err(|error| candle_core::Error::msg(format!("{} kernels: {error}", source.name)))?;
+    tracing::debug!(source = source.name, ?variant, "compiled kernels");
+    let module = context
+        .load_module(compiled)
+        .map_err(candle_core::Error::wrap)?;
+    let function = module
+        .load_function(launch.function)
+        .map_err(candle_core::Error::wrap)?;
+    if launch.shared_bytes > SHARED_BYTES {
+        let bytes = i32::try_from(launch.shared_bytes).map_err(candle_core::Error::wrap)?;
+        function
+            .set_attribute(
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                bytes,
+            )
+            .map_err(candle_core::Error::wrap)?;
+    }
+    functions.insert(name, function.clone());
+    Ok(function)
+}
+
+macro_rules! slices {
+    ($storage:expr, $slice:ident => $body:expr) => {
+        match $storage {
+            CudaStorageSlice::U32($slice) => $body,
+            CudaStorageSlice::BF16($slice) => $body,
+            CudaStorageSlice::F32($slice) => $body,
+            CudaStorageSlice::F64($slice) => $body,
+            _ => bail!("no kernels for numbers of this type"),
+        }
+    };
+}
+
+fn input_pointer<'a>(
+    storage: &'a CudaStorage,
+    layout: &Layout,
+    stream: &'a Arc<CudaStream>,
+) -> candle_core::Result<(CUdeviceptr, SyncOnDrop<'a>)> {
+    let Some((start, _)) = layout.contiguous_offsets() else {
+        bail!("expected a contiguous tensor, found {layout:?}")
+    };
+    fn pointer<'a, T>(
+        slice: &'a CudaSlice<T>,
+        start: usize,
+        stream: &'a Arc<CudaStream>,
+    ) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        let (pointer, guard) = slice.device_ptr(stream);
+        (pointer + (start * size_of::<T>()) as u64, guard)
+    }
+    Ok(slices!(&storage.slice, slice => pointer(slice, start, stream)))
+}
+
+fn target_pointer<'a>(
+    storage: &'a mut CudaStorage,
+    stream: &'a Arc<CudaStream>,
+) -> candle_core::Result<(CUdeviceptr, SyncOnDrop<'a>)> {
+    Ok(slices!(&mut storage.slice, slice => slice.device_ptr_mut(stream)))
+}
