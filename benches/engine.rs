@@ -12,11 +12,12 @@
 use std::collections::BTreeMap;
 use std::io::BufRead as _;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Device};
 use criterion::{Criterion, Throughput};
 use serde_json::{Value, json};
+use wardian::engine::measure::{self, Prefilled, Workload};
 use wardian::engine::model::{
     Adapters, Decoder, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable, WeightFormat,
     random_weights,
@@ -86,57 +87,23 @@ fn decoder(format: WeightFormat) -> (Arc<Decoder>, String, Option<Tokenizer>) {
     (Arc::new(decoder), source, tokenizer)
 }
 
-/// Returns the tokens of sequence `index`: the same numbers as in the comparison's other programs.
-fn prompt(index: usize, length: usize) -> Vec<u32> {
-    (0..length)
-        .map(|t| u32::try_from((index * 7919 + t * 104_729) % 49_152).unwrap_or(0))
-        .collect()
-}
-
-/// Returns an engine with `sequences` prompts that decodes greedily and never ends a turn.
-fn engine(decoder: &Arc<Decoder>, sequences: usize, length: usize) -> Engine {
-    let mut engine =
-        Engine::new(Arc::clone(decoder), EngineConfig::default()).expect("the limits are valid");
-    for index in 0..sequences {
-        let params = SamplingParams {
-            temperature: 0.0,
-            max_new_tokens: 4096,
-            ..SamplingParams::default()
-        };
-        engine
-            .add(prompt(index, length), params, SequenceSeed::default())
-            .expect("the prompt fits");
+/// Returns prompts and decoding steps to measure.
+fn workload(sequences: usize, prompt_tokens: usize, steps: usize) -> Workload {
+    Workload {
+        sequences,
+        prompt_tokens,
+        steps,
     }
-    engine
 }
 
-/// Runs whole prompts up to their first token.
 fn prefill(decoder: &Arc<Decoder>, sequences: usize, length: usize) -> Duration {
-    let mut engine = engine(decoder, sequences, length);
-    let start = Instant::now();
-    while engine.stats().generated_tokens < sequences as u64 {
-        engine.step().expect("the weights are finite");
-    }
-    start.elapsed()
+    measure::prefill(decoder, workload(sequences, length, 0)).expect("the weights are finite")
 }
 
-/// Runs `steps` decoding steps behind prompts.
-fn decode(engine: &mut Engine, steps: usize) -> Duration {
-    let start = Instant::now();
-    for _ in 0..steps {
-        engine.step().expect("the weights are finite");
-    }
-    start.elapsed()
-}
-
-/// Returns an engine whose prompts are computed.
-fn prefilled(decoder: &Arc<Decoder>, sequences: usize) -> Engine {
-    let mut engine = engine(decoder, sequences, CONTEXT);
-    // One more step than the prompts take, to warm up.
-    while engine.stats().generated_tokens < 2 * sequences as u64 {
-        engine.step().expect("the weights are finite");
-    }
-    engine
+fn decode(decoder: &Arc<Decoder>, sequences: usize, steps: usize) -> Duration {
+    Prefilled::new(decoder, workload(sequences, CONTEXT, steps))
+        .and_then(Prefilled::decode)
+        .expect("the weights are finite")
 }
 
 fn report(criterion: &mut Criterion) {
@@ -168,7 +135,7 @@ fn report(criterion: &mut Criterion) {
                 let mut total = Duration::ZERO;
                 while left > 0 {
                     let steps = left.min(32);
-                    total += decode(&mut prefilled(&decoder, sequences), steps);
+                    total += decode(&decoder, sequences, steps);
                     left -= steps;
                 }
                 total
@@ -220,7 +187,7 @@ fn score(decoder: &Decoder, tokens: &[u32]) -> Vec<f64> {
 /// `{"what": "decode", "sequences": 8, "steps": 16}` with `{"seconds": ..}`,
 /// `{"what": "greedy", "prompt": [..], "count": 16}` with `{"tokens": [..]}`, `{"what": "score", "file":
 /// "..", "count": 1024}` with the log-probabilities of a text's first tokens and the perplexity.
-fn measure() {
+fn answer() {
     let mut loaded = BTreeMap::new();
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("requests are text");
@@ -254,8 +221,7 @@ fn measure() {
                 json!({ "seconds": time.as_secs_f64() })
             }
             Some("decode") => {
-                let mut engine = prefilled(decoder, sequences);
-                let time = decode(&mut engine, number("steps"));
+                let time = decode(decoder, sequences, number("steps"));
                 json!({ "seconds": time.as_secs_f64() })
             }
             Some("greedy") => {
@@ -284,7 +250,7 @@ fn measure() {
 
 fn main() {
     if std::env::args().any(|argument| argument == "measure") {
-        return measure();
+        return answer();
     }
     let mut criterion = Criterion::default().configure_from_args();
     report(&mut criterion);

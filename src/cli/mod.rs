@@ -76,6 +76,8 @@ enum Command {
     Export(commands::export::ExportArgs),
     /// Show where the memory of a run would go, without loading anything
     Plan(commands::plan::PlanArgs),
+    /// Measure how fast a model runs here, beside a server if one is named
+    Bench(commands::bench::BenchArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
     /// Serve a model with the OpenAI API, or an environment over OpenEnv's protocol
@@ -114,6 +116,7 @@ pub fn main() -> ExitCode {
         Command::Report(args) => commands::report::run(&args, &printer),
         Command::Export(args) => commands::export::run(&args, &printer),
         Command::Plan(args) => commands::plan::run(&args, &printer),
+        Command::Bench(args) => commands::bench::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),

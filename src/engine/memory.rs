@@ -2,10 +2,27 @@
 
 use std::path::Path;
 
-/// Returns the bytes of main memory that may still be taken: what the system has left, and what
-/// the control group of this process (a container's limit) has left. `None` where neither is told.
+use candle_core::Device;
+
+/// Returns the bytes of a device's memory that may still be taken. `None` where nobody tells.
 #[must_use]
-pub fn available_memory() -> Option<u64> {
+pub fn available_memory(device: &Device) -> Option<u64> {
+    match device {
+        Device::Cpu => main_memory(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let free = device.cuda_stream().context().mem_get_info();
+            free.ok().map(|(free, _total)| free as u64)
+        }
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => None,
+        Device::Metal(_) => None,
+    }
+}
+
+/// Returns what the system has left, or the control group of this process (a container's limit), if
+/// that is less.
+fn main_memory() -> Option<u64> {
     let read = |path: &str| fs_err::read_to_string(Path::new(path)).ok();
     let system = read("/proc/meminfo").as_deref().and_then(mem_available);
     let group = "/sys/fs/cgroup/memory";
@@ -47,7 +64,7 @@ mod tests {
         assert_eq!(mem_available("MemTotal: 1 kB"), None);
         assert_eq!(number("max\n"), None);
         assert_eq!(number("4096\n"), Some(4096));
-        let available = available_memory().expect("Linux tells it");
+        let available = available_memory(&Device::Cpu).expect("Linux tells it");
         assert!(available > 1 << 20, "{available}");
     }
 }

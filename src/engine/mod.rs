@@ -29,6 +29,7 @@ mod handle;
 mod kv_cache;
 mod limits;
 mod loader;
+pub mod measure;
 mod memory;
 pub mod model;
 mod prefix_cache;

@@ -206,7 +206,8 @@ pub fn trainable(config: &RunConfig) -> Trainable {
 }
 
 fn device(device: config::Device) -> Result<Device, RunError> {
-    let cuda = || Device::new_cuda(0);
+    // A stream of its own: the default one is another in each thread, and the engine has its own thread.
+    let cuda = || Device::new_cuda_with_stream(0);
     match device {
         config::Device::Cpu => Ok(Device::Cpu),
         config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda().unwrap_or(Device::Cpu)),

@@ -1,5 +1,6 @@
 //! One file a command.
 
+pub(super) mod bench;
 pub(super) mod chat;
 pub(super) mod eval;
 pub(super) mod exec;

@@ -172,8 +172,7 @@ fn api_key(variable: Option<&str>) -> anyhow::Result<Option<ApiKey>> {
 
 fn new_engine(args: &ServeArgs, policy: &Policy) -> Result<Engine, RunError> {
     let share = || {
-        // On another device than the CPU this says nothing.
-        let available = available_memory().filter(|_| policy.decoder.device().is_cpu())?;
+        let available = available_memory(policy.decoder.device())?;
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,

@@ -25,6 +25,9 @@ pub(super) trait BlockStorage {
 
     /// Returns the number of blocks that take memory.
     fn in_use(&self) -> usize;
+
+    /// Gives memory back that no block needs.
+    fn shrink(&mut self) {}
 }
 
 /// A sequence.
@@ -164,6 +167,7 @@ impl<S: BlockStorage> Blocks<S> {
     pub(super) fn clear_prefixes(&mut self) {
         self.idle.take();
         self.known.clear();
+        self.storage.shrink();
     }
 
     /// Returns how many blocks are kept that no row holds: they give way when room is needed.
@@ -172,8 +176,8 @@ impl<S: BlockStorage> Blocks<S> {
     }
 
     pub(super) fn clear(&mut self) {
-        self.clear_prefixes();
         self.rows.clear();
+        self.clear_prefixes();
     }
 
     pub(super) fn truncate(&mut self, id: RowId, len: usize) -> Result<(), ModelError> {

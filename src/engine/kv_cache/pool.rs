@@ -124,6 +124,13 @@ impl BlockStorage for Pool {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.next as usize - free.returned.len()
     }
+
+    /// Gives all back while nothing is held, such as to the trainer between rollouts.
+    fn shrink(&mut self) {
+        if self.in_use() == 0 {
+            self.tensor = None;
+        }
+    }
 }
 
 /// The rows of one batch during a forward pass; segment `i` of the batch continues row `i`.

@@ -35,7 +35,7 @@ fn toy_config() -> ModelConfig {
 }
 
 /// Weights ten times larger than fresh ones, so that tokens differ clearly in probability.
-fn toy_decoder() -> Arc<Decoder> {
+pub(super) fn toy_decoder() -> Arc<Decoder> {
     let mut weights = random_weights(&toy_config(), 1, DType::F32, &Device::Cpu).unwrap();
     for (name, tensor) in &mut weights {
         if !name.ends_with("norm.weight") {

@@ -90,7 +90,8 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
                                   u64 values_at, u32 tiles_at, u32 segments_at, u32 tokens, double scale) {
     SHARED_BYTES(shared);
     wide *queries = (wide *)shared;                          // [TILE][HEAD_DIM]
-    real *keys = (real *)(queries + TILE * HEAD_DIM);        // [KEYS][KEY_STRIDE]
+    wide *weights = queries + TILE * HEAD_DIM;               // [TILE][KEYS]
+    real *keys = (real *)(weights + TILE * KEYS);            // [KEYS][KEY_STRIDE]
     real *values = keys + KEYS * KEY_STRIDE;                 // [KEYS][HEAD_DIM]
 
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -157,8 +158,11 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
                 s.max = max;
                 s.sum = fma_wide(s.sum, share, warp_sum(weight));
                 for (u32 j = 0; j < SLICES; j++) s.values[j] *= share;
+                wide *shares = weights + (r * WARPS + warp) * KEYS;
+                shares[lane] = weight;
+                __syncwarp();
                 for (u32 key = 0; key < visible; key++) {
-                    const wide w = __shfl_sync(ALL_LANES, weight, key);
+                    const wide w = shares[key];
                     for (u32 j = 0; j < SLICES; j++) {
                         const u32 d = lane + WARP * j;
                         if (d < HEAD_DIM) s.values[j] = fma_wide(w, widen(values[key * HEAD_DIM + d]), s.values[j]);

@@ -12,6 +12,7 @@ use crate::engine::model::ops::{HeadShape, KEYS_PER_BLOCK, Real};
 const SOURCE: Source = Source {
     name: "attention",
     text: include_str!("attention.cu"),
+    functions: &["attend", "merge_spans"],
 };
 
 /// Warps of a tile.
@@ -92,8 +93,9 @@ impl Kernel for Attend<'_> {
         let real_bytes = self.dtype.size_in_bytes();
         let padding = if self.dtype == DType::BF16 { 2 } else { 1 };
         // As the source divides it.
-        let shared_bytes = WARPS * step.rows * shape.head_dim * self.wide_bytes()
-            + KEYS_PER_BLOCK * (2 * shape.head_dim + padding) * real_bytes;
+        let shared_bytes =
+            WARPS * step.rows * (shape.head_dim + KEYS_PER_BLOCK) * self.wide_bytes()
+                + KEYS_PER_BLOCK * (2 * shape.head_dim + padding) * real_bytes;
         let attend = Launch {
             source: SOURCE,
             variant: self.variant(),

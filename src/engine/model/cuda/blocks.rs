@@ -10,15 +10,16 @@ use super::{
 const SOURCE: Source = Source {
     name: "blocks",
     text: include_str!("blocks.cu"),
+    functions: &["write_tokens", "copy_blocks"],
 };
 
 /// Threads that write one token's keys, or copy one block.
 const THREADS: usize = 128;
 
-fn variant(pool: &Tensor, layout: PoolLayout) -> Variant {
+fn variant(pool: &Tensor) -> Variant {
     Variant {
         dtype: pool.dtype(),
-        defines: vec![("WIDTH", layout.shape.key_width())],
+        defines: Vec::new(),
     }
 }
 
@@ -44,7 +45,7 @@ pub(super) struct WriteTokens<'a> {
 impl<'a> WriteTokens<'a> {
     pub(super) fn new(pool: &Tensor, step: &'a PagedStep, layer: usize) -> Self {
         Self {
-            variant: variant(pool, step.layout),
+            variant: variant(pool),
             step,
             planes: step.layout.planes(layer),
         }
@@ -75,6 +76,7 @@ impl Kernel for WriteTokens<'_> {
                 Scalar::u64(keys_at),
                 Scalar::u64(values_at),
                 Scalar::u32(self.step.slots_at)?,
+                Scalar::u32(self.step.layout.shape.key_width())?,
             ],
         }])
     }
@@ -125,7 +127,7 @@ pub(super) struct CopyBlocks {
 impl CopyBlocks {
     pub(super) fn new(pool: &Tensor, layout: PoolLayout, pairs: usize) -> Self {
         Self {
-            variant: variant(pool, layout),
+            variant: variant(pool),
             layout,
             pairs,
         }
@@ -146,7 +148,10 @@ impl Kernel for CopyBlocks {
             threads: THREADS,
             shared_bytes: 0,
             operands: vec![Operand::Target, Operand::Input(0)],
-            scalars: vec![Scalar::u64(self.layout.blocks)],
+            scalars: vec![
+                Scalar::u64(self.layout.blocks),
+                Scalar::u32(self.layout.shape.key_width())?,
+            ],
         }])
     }
 }

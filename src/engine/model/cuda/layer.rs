@@ -14,7 +14,15 @@ use crate::engine::model::ops::Real;
 const SOURCE: Source = Source {
     name: "layer",
     text: include_str!("layer.cu"),
+    functions: &["add_norm", "rotate", "swiglu"],
 };
+
+fn variant(dtype: DType) -> Variant {
+    Variant {
+        dtype,
+        defines: Vec::new(),
+    }
+}
 
 /// Warps that have one row of a norm, or one head each.
 const WARPS: usize = 4;
@@ -59,11 +67,7 @@ impl Kernel for AddNorm {
     fn launches(&self) -> candle_core::Result<Vec<Launch>> {
         Ok(vec![Launch {
             source: SOURCE,
-            variant: Variant {
-                dtype: self.dtype,
-                // Of no meaning here, but the source needs one.
-                defines: vec![("WIDTH", self.width), ("HEAD_DIM", WARP)],
-            },
+            variant: variant(self.dtype),
             function: "add_norm",
             grid: [self.rows, 1, 1],
             threads: WARPS * WARP,
@@ -74,7 +78,11 @@ impl Kernel for AddNorm {
                 Operand::Input(1),
                 Operand::Input(2),
             ],
-            scalars: vec![Scalar::U32(self.has_delta.into()), Scalar::F64(self.eps)],
+            scalars: vec![
+                Scalar::u32(self.width)?,
+                Scalar::U32(self.has_delta.into()),
+                Scalar::F64(self.eps),
+            ],
         }])
     }
 }
@@ -231,16 +239,14 @@ impl Kernel for Rotate {
     }
 
     fn launches(&self) -> candle_core::Result<Vec<Launch>> {
+        let wide_bytes = if self.dtype == DType::F64 { 8 } else { 4 };
         Ok(vec![Launch {
             source: SOURCE,
-            variant: Variant {
-                dtype: self.dtype,
-                defines: vec![("WIDTH", WARP), ("HEAD_DIM", self.head_dim)],
-            },
+            variant: variant(self.dtype),
             function: "rotate",
             grid: [(self.tokens * self.heads).div_ceil(WARPS), 1, 1],
             threads: WARPS * WARP,
-            shared_bytes: 0,
+            shared_bytes: WARPS * self.head_dim * wide_bytes,
             operands: vec![
                 Operand::Target,
                 Operand::Input(0),
@@ -253,6 +259,7 @@ impl Kernel for Rotate {
                 Scalar::U32(0),
                 Scalar::u32(self.tokens)?,
                 Scalar::u32(self.heads)?,
+                Scalar::u32(self.head_dim)?,
                 Scalar::U32(self.has_norm.into()),
                 Scalar::F64(self.eps),
             ],
@@ -339,10 +346,7 @@ impl Kernel for Swiglu {
         let count = self.shape.elem_count();
         Ok(vec![Launch {
             source: SOURCE,
-            variant: Variant {
-                dtype: self.dtype,
-                defines: vec![("WIDTH", WARP), ("HEAD_DIM", WARP)],
-            },
+            variant: variant(self.dtype),
             function: "swiglu",
             grid: [count.div_ceil(THREADS), 1, 1],
             threads: THREADS,

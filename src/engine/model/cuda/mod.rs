@@ -149,6 +149,7 @@ use with_stored;
 struct Source {
     name: &'static str,
     text: &'static str,
+    functions: &'static [&'static str],
 }
 
 /// What a source is compiled for.

@@ -8,6 +8,7 @@ use super::{Input, Kernel, Launch, Make, Operand, Scalar, Source, Variant, WARP,
 const SOURCE: Source = Source {
     name: "sample",
     text: include_str!("sample.cu"),
+    functions: &["sample"],
 };
 
 /// Threads of a row, and tokens whose weights are summed together.

@@ -1,6 +1,5 @@
 //! Compiles the kernels' sources with the machine's C++ compiler and launches them.
 
-use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -11,7 +10,7 @@ use super::super::{COMMON, Launch, Operand, Scalar, Source, Variant};
 const SHIM: &str = include_str!("shim.hpp");
 
 /// Programs that are compiled, by what they are compiled from.
-static PROGRAMS: Mutex<Vec<(Source, Variant, BTreeSet<&str>, PathBuf)>> = Mutex::new(Vec::new());
+static PROGRAMS: Mutex<Vec<(Source, Variant, PathBuf)>> = Mutex::new(Vec::new());
 
 /// Returns whether there is a C++ compiler; says so if there is none.
 #[expect(clippy::print_stdout, reason = "a test says that it skips")]
@@ -109,18 +108,14 @@ fn changed<'a>(
 /// Returns the program of a kernel's launches, which share a source.
 fn program(launches: &[Launch]) -> PathBuf {
     let (source, variant) = (launches[0].source, &launches[0].variant);
-    let functions: BTreeSet<&str> = launches.iter().map(|launch| launch.function).collect();
     let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = programs
-        .iter()
-        .find(|(known, of, has, _)| *known == source && of == variant && functions.is_subset(has));
+    let known = (programs.iter()).find(|(known, of, _)| *known == source && of == variant);
     if let Some((.., program)) = known {
         return program.clone();
     }
     // Left to the system's cleaning, as the other tests of this process need it.
     let folder = tempfile::tempdir().unwrap().keep();
-    let names = functions
-        .iter()
+    let names = (source.functions.iter())
         .map(|name| format!("    shim::add_kernel(\"{name}\", {name});\n"));
     let main = names.collect::<String>();
     let text = format!(
@@ -150,6 +145,6 @@ fn program(launches: &[Launch]) -> PathBuf {
         source.name,
         String::from_utf8_lossy(&output.stderr)
     );
-    programs.push((source, variant.clone(), functions, program.clone()));
+    programs.push((source, variant.clone(), program.clone()));
     program
 }

@@ -16,6 +16,7 @@
 #include <string>
 #include <type_traits>
 #include <vector>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define __global__
@@ -36,14 +37,17 @@ namespace shim {
 
 enum Wait { NOTHING, BLOCK, LANES, END };
 
+// Begins on a context; from then on long jumps switch, which ask nothing of the system.
 struct Fiber {
     ucontext_t context;
+    jmp_buf state;
+    bool is_started;
     std::vector<char> stack;
     Wait wait;
 };
 
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned current;
 static std::function<void()> body;
 static std::vector<unsigned char> shared;
@@ -53,15 +57,24 @@ inline unsigned char *shared_bytes() {
     return (unsigned char *)(((uintptr_t)shared.data() + 15) / 16 * 16);
 }
 
-inline void wait_for(Wait what) {
+__attribute__((noinline)) inline void wait_for(Wait what) {
     fibers[current].wait = what;
-    swapcontext(&fibers[current].context, &scheduler);
+    if (_setjmp(fibers[current].state) == 0) _longjmp(scheduler, 1);
 }
 
 inline void enter() {
     body();
-    fibers[current].wait = END;
-    swapcontext(&fibers[current].context, &scheduler);
+    wait_for(END);
+}
+
+__attribute__((noinline)) inline void resume(unsigned thread) {
+    current = thread;
+    threadIdx = {thread, 0, 0};
+    Fiber &fiber = fibers[thread];
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.is_started) _longjmp(fiber.state, 1);
+    fiber.is_started = true;
+    setcontext(&fiber.context);
 }
 
 // Lets the fibers from `first` to `end` go on, if all of them wait for `what`.
@@ -81,6 +94,7 @@ inline void run_block(unsigned threads, unsigned shared_size) {
         Fiber &fiber = fibers[i];
         fiber.stack.resize(64 << 10);
         fiber.wait = NOTHING;
+        fiber.is_started = false;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -90,11 +104,7 @@ inline void run_block(unsigned threads, unsigned shared_size) {
     for (;;) {
         unsigned ended = 0;
         for (unsigned i = 0; i < threads; i++) {
-            if (fibers[i].wait == NOTHING) {
-                current = i;
-                threadIdx = {i, 0, 0};
-                swapcontext(&scheduler, &fibers[i].context);
-            }
+            if (fibers[i].wait == NOTHING) resume(i);
             if (fibers[i].wait == END) ended++;
         }
         if (ended == threads) return;
