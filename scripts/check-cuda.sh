@@ -1,18 +1,17 @@
 #!/bin/bash
 # Checks the CUDA build on a machine without a GPU.
 #
-#   scripts/check-cuda.sh           type-checks everything behind the feature `cuda`; no CUDA is needed
-#   scripts/check-cuda.sh --link    compiles candle's kernels and links the binary, with NVIDIA's compiler from PyPI
+#   scripts/check-cuda.sh             type-checks everything behind the feature `cuda`; no CUDA is needed
+#   scripts/check-cuda.sh --kernels   compiles our own kernels with NVRTC, as a GPU's machine does at run time
+#   scripts/check-cuda.sh --link      both, and compiles candle's kernels and links the binary, with NVIDIA's compiler
 #
-# The first takes a stand-in for nvcc, whose kernels are empty: seconds, once the dependencies are checked. The second
-# fetches 1.2 GB and takes ten minutes on two cores. Neither runs a kernel. WORK (default: target/cuda-check) holds what
-# is fetched and built.
+# The first takes a stand-in for nvcc, whose kernels are empty: seconds, once the dependencies are checked. The others
+# fetch from PyPI: the second 90 MB, for a minute's work; the third 1.2 GB, for ten on two cores. None runs a kernel.
+# WORK (default: target/cuda-check) holds what is fetched and built, TARGET (default: in WORK) what cargo builds.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 WORK=${WORK:-$PWD/target/cuda-check}
-# Any that candle supports; the kernels of an image are compiled for the GPU that it is for.
-export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-89}
 CUDA=13.0
 
 die() { echo "check-cuda.sh: $*" >&2; exit 1; }
@@ -26,7 +25,7 @@ output='' folder=. kind=object
 while (($#)); do
     case $1 in
         --version | -V) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit ;;
-        --list-gpu-code | --list-gpu-arch) printf 'sm_80\nsm_89\nsm_90\nsm_100\n'; exit ;;
+        --list-gpu-code | --list-gpu-arch) printf 'sm_199\n'; exit ;;
         -o) output=$2; shift ;;
         --output-directory) folder=$2; shift ;;
         -ptx | --ptx) kind=ptx ;;
@@ -42,7 +41,8 @@ case $kind in
 esac
 NVCC
     chmod +x "$WORK/stand-in/bin/nvcc"
-    export CUDA_HOME=$WORK/stand-in CUDARC_CUDA_VERSION=13000
+    # A GPU that there is not: what candle has compiled for it, which is empty, is taken for no other.
+    export CUDA_HOME=$WORK/stand-in CUDARC_CUDA_VERSION=13000 CUDA_COMPUTE_CAP=199
 }
 
 # NVIDIA's compiler and libraries out of their wheels, laid out as CUDA is, with an empty driver to link against.
@@ -65,20 +65,39 @@ fetched_cuda() {
         cc -shared -fPIC -w -Wl,-soname,libcuda.so.1 -o "$home/lib/libcuda.so" "$WORK/driver.c"
         touch "$home/.complete"
     fi
+    # Any that candle supports; the kernels of an image are compiled for the GPU that it is for.
+    export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-89}
     export CUDA_HOME=$home LIBRARY_PATH=$home/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
+}
+
+# Compiles our kernels with the NVRTC in a folder of libraries.
+compile_kernels() {
+    LD_LIBRARY_PATH=$1${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
+        python3 scripts/compile_kernels.py -q "$(find -L "$1" -name 'libnvrtc.so.*' | head -1)"
 }
 
 case ${1:-} in
     '')
         stand_in_nvcc
-        arguments=(check --all-targets)
+        arguments=(clippy --all-targets)
+        lints=(-- -D warnings)
+        ;;
+    --kernels)
+        if [[ ! -d $WORK/nvrtc ]]; then
+            python3 -m pip install --quiet --target "$WORK/nvrtc.partial" --no-deps "nvidia-cuda-nvrtc==$CUDA.*"
+            mv "$WORK/nvrtc.partial" "$WORK/nvrtc"
+        fi
+        compile_kernels "$WORK/nvrtc/nvidia/cu13/lib"
+        exit
         ;;
     --link)
         fetched_cuda
+        compile_kernels "$CUDA_HOME/lib"
         arguments=(build --bin wardian)
+        lints=()
         ;;
-    *) die "usage: check-cuda.sh [--link]" ;;
+    *) die "usage: check-cuda.sh [--kernels | --link]" ;;
 esac
 export CUDA_PATH=$CUDA_HOME NVCC=$CUDA_HOME/bin/nvcc PATH=$CUDA_HOME/bin:$PATH
-cargo "${arguments[@]}" --features cuda --target-dir "$WORK/target"
+cargo "${arguments[@]}" --features cuda --target-dir "${TARGET:-$WORK/target}" "${lints[@]}"
 echo "check-cuda.sh: ${arguments[0]} passed" >&2

@@ -658,7 +658,7 @@ impl Engine {
         if ids.is_empty() {
             return Ok(BTreeMap::new());
         }
-        let tokens = self.decoder.sample(logits, &plain)?;
+        let tokens = model::cuda::sample(logits, &plain).map_err(model::ModelError::from)?;
         let sampled = |(token, logprob)| Sampled::plain(token, logprob);
         let chosen = tokens.into_iter().map(|token| token.map(sampled));
         Ok(ids.into_iter().zip(chosen).collect())

@@ -206,7 +206,8 @@ pub fn trainable(config: &RunConfig) -> Trainable {
 }
 
 fn device(device: config::Device) -> Result<Device, RunError> {
-    // A stream of its own: the default one is another in each thread, and the engine has its own thread.
+    // A stream of its own: the default one is another in each thread, and a server's engine has a thread
+    // of its own.
     let cuda = || Device::new_cuda_with_stream(0);
     match device {
         config::Device::Cpu => Ok(Device::Cpu),

@@ -59,7 +59,8 @@ fn help_names_every_command() {
     let output = wardian(&["--help"]);
     assert_eq!(output.status.code(), Some(0));
     for command in [
-        "train", "sft", "eval", "plan", "chat", "serve", "exec", "grade", "task", "runtime",
+        "train", "sft", "eval", "plan", "bench", "chat", "serve", "exec", "grade", "task",
+        "runtime",
     ] {
         assert!(text(&output.stdout).contains(command));
     }

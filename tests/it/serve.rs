@@ -145,6 +145,69 @@ fn a_served_model_calls_tools_and_stops_when_it_is_asked_to() {
 }
 
 #[test]
+fn a_server_is_measured_beside_the_engine() {
+    let bench = |more: &[&str]| {
+        let size = [
+            "--prompt-tokens",
+            "20",
+            "--new-tokens",
+            "5",
+            "--rounds",
+            "1",
+        ];
+        let command = ["bench", "engine", "--device", "cpu"];
+        let output = wardian(&[&command[..], &size[..], more].concat()).output();
+        output.expect("the binary starts")
+    };
+    let server = Server::start(&[]);
+    let endpoint = format!("http://{}/v1", server.address);
+    let batches = ["--batch", "1,3", "--endpoint", &endpoint];
+    let output = bench(&[&batches[..], &["--format", "json"]].concat());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+    assert_eq!(
+        (&report["device"], &report["dtype"]),
+        (&json!("cpu"), &json!("f32"))
+    );
+    for (result, batch) in report["results"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .zip([1, 3])
+    {
+        assert_eq!(result["batch"], batch);
+        for part in ["prefill", "decode"] {
+            let [ours, peer, ratio] = ["ours", "peer", "ratio"]
+                .map(|whose| result[whose][part].as_f64().expect("a number"));
+            assert!(ours > 0.0 && peer > 0.0, "{result}");
+            assert!((ratio - ours / peer).abs() <= 1e-9 * ratio, "{result}");
+        }
+    }
+    assert_eq!(report["results"].as_array().map(Vec::len), Some(2));
+    let output = bench(&["--batch", "2"]);
+    let table = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        table.contains("starter on cpu in f32") && !table.contains("peer"),
+        "{table}"
+    );
+
+    let (code, rest) = server.terminate();
+    assert_eq!(code, Some(0), "{rest}");
+    for (arguments, part) in [
+        (["--endpoint", &endpoint], "for its models"),
+        (["--batch", "0"], "`--batch` is 0, not in 1..=4096"),
+        (["--new-tokens", "1"], "`--new-tokens` is 1, less than 2"),
+    ] {
+        let output = wardian(&[&["bench", "engine"], &arguments[..]].concat()).output();
+        let output = output.expect("the binary starts");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        assert!(errors.contains(part), "{errors}");
+    }
+}
+
+#[test]
 fn what_cannot_be_served_is_a_usage_error() {
     for (arguments, part) in [
         (

@@ -247,23 +247,27 @@ fn table(report: &Report) -> String {
         report.new_tokens,
         report.rounds
     )];
-    let mut head = format!("{:>6} {:>12} {:>12}", "batch", "prefill", "decode");
+    let mut columns = vec!["prefill", "decode"];
     if let Some(endpoint) = &report.endpoint {
-        lines.push(format!("(peer: {endpoint})"));
-        head += &format!(
-            " {:>12} {:>12} {:>8} {:>8}",
-            "peer", "peer", "ratio", "ratio"
-        );
+        lines.push(format!(
+            "(peer: {endpoint}; ratios are of ours by the peer's)"
+        ));
+        columns.extend(["peer", "peer", "ratio", "ratio"]);
     }
-    lines.push(head);
+    let row = |first: &str, cells: &[String]| {
+        let cells: String = cells.iter().map(|cell| format!(" {cell:>12}")).collect();
+        format!("{first:>6}{cells}")
+    };
+    let columns: Vec<String> = columns.into_iter().map(str::to_owned).collect();
+    lines.push(row("batch", &columns));
     for result in &report.results {
-        let speeds = |speed: Speed| format!(" {:>12.0} {:>12.0}", speed.prefill, speed.decode);
-        let mut line = format!("{:>6}{}", result.batch, speeds(result.ours));
-        if let (Some(peer), Some(ratio)) = (result.peer, result.ratio) {
-            line += &speeds(peer);
-            line += &format!(" {:>8.2} {:>8.2}", ratio.prefill, ratio.decode);
-        }
-        lines.push(line);
+        let cells = |speed: Speed, digits: usize| {
+            [speed.prefill, speed.decode].map(|number| format!("{number:.digits$}"))
+        };
+        let mut all = cells(result.ours, 0).to_vec();
+        all.extend(result.peer.iter().flat_map(|peer| cells(*peer, 0)));
+        all.extend(result.ratio.iter().flat_map(|ratio| cells(*ratio, 2)));
+        lines.push(row(&result.batch.to_string(), &all));
     }
     lines.join("\n")
 }
@@ -368,7 +372,7 @@ impl Peer {
             found == Some(new_tokens as u64),
             "`{}` generated {} of {new_tokens} tokens",
             self.endpoint,
-            found.map_or("an unknown number".to_owned(), |found| found.to_string()),
+            found.map_or_else(|| "an unknown number".to_owned(), |found| found.to_string()),
         );
         Ok(())
     }

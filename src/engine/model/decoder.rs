@@ -10,7 +10,7 @@ use fs_err as fs;
 
 use super::adapters::{AdapterId, AdapterLease, AdapterRegistry, RowAdapters};
 use super::composed::{self, ComposedTape};
-use super::cuda::{self, RotaryTable, Target};
+use super::cuda::RotaryTable;
 use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
@@ -706,20 +706,6 @@ impl Decoder {
                 Ok(logits.to_dtype(wide)?)
             }
         }
-    }
-
-    /// Chooses a token for each target where the logits `[rows, vocab]` are; returns it with its
-    /// log-probability at the target's temperature, or `None` where logits are not finite.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a target's row is not there, or if the tensor library does.
-    pub(crate) fn sample(
-        &self,
-        logits: &Tensor,
-        targets: &[Target],
-    ) -> Result<Vec<Option<(u32, f32)>>, ModelError> {
-        Ok(cuda::sample(&logits.to_dtype(DType::F32)?, targets)?)
     }
 
     fn kind(&self) -> Kind {

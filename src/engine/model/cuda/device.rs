@@ -25,6 +25,10 @@ type Name = (DeviceId, Source, Variant, &'static str);
 static FUNCTIONS: LazyLock<Mutex<HashMap<Name, CudaFunction>>> = LazyLock::new(Mutex::default);
 
 /// Runs launches one after the other; `inputs` must lie without gaps.
+#[expect(
+    unsafe_code,
+    reason = "a kernel's arguments are not checked by the driver, and zeros would be one more launch"
+)]
 pub(super) fn run(
     launches: &[Launch],
     target: &mut CudaStorage,
@@ -36,7 +40,6 @@ pub(super) fn run(
     let mut scratch = None;
     if scratch_bytes > 0 {
         // SAFETY: the first launch writes what the second reads.
-        #[expect(unsafe_code, reason = "zeros would be one more launch")]
         let bytes = unsafe { device.alloc::<u8>(scratch_bytes)? };
         scratch = Some(bytes);
     }
@@ -80,10 +83,6 @@ pub(super) fn run(
         // SAFETY: the operands and numbers are those of the kernel's source, in its order, and the
         // launches are built from the shapes of the tensors that the pointers lead to. `tests` launches
         // the same sources with the same numbers on memory whose bounds are watched.
-        #[expect(
-            unsafe_code,
-            reason = "a kernel's arguments are not checked by the driver"
-        )]
         let launched = unsafe { arguments.launch(config) };
         launched.map_err(candle_core::Error::wrap)?;
     }

@@ -356,6 +356,7 @@ impl<K: Make> CustomOp1 for Call<'_, K> {
 }
 
 /// Returns memory that a kernel is about to fill.
+#[expect(unsafe_code, reason = "zeros would be one more launch for each kernel")]
 fn uninitialized(
     device: &candle_core::CudaDevice,
     shape: &Shape,
@@ -363,10 +364,7 @@ fn uninitialized(
 ) -> candle_core::Result<CudaStorage> {
     use candle_core::backend::BackendDevice as _;
     // SAFETY: every kernel writes each element of what it makes, and nothing reads it before that.
-    #[expect(unsafe_code, reason = "zeros would be one more launch for each kernel")]
-    unsafe {
-        device.alloc_uninit(shape, dtype)
-    }
+    unsafe { device.alloc_uninit(shape, dtype) }
 }
 
 impl<K: Change> InplaceOp1 for Call<'_, K> {

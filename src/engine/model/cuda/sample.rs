@@ -48,7 +48,7 @@ impl Target {
     }
 }
 
-/// Chooses a token for each target from `logits` `[rows, vocab]`, in `f32`; returns it with its
+/// Chooses a token for each target from `logits` `[rows, vocab]`; returns it with its
 /// log-probability at the temperature (1 for greedy), or `None` where logits are not finite.
 pub(crate) fn sample(
     logits: &Tensor,
@@ -70,7 +70,8 @@ pub(crate) fn sample(
         encoded.extend(target.encode());
     }
     let encoded = Tensor::new(encoded, logits.device())?;
-    let chosen = make(&kernel, &[&logits.contiguous()?, &encoded])?;
+    let logits = logits.to_dtype(DType::F32)?.contiguous()?;
+    let chosen = make(&kernel, &[&logits, &encoded])?;
     let chosen = chosen.to_vec1::<u32>()?;
     let pairs = chosen.chunks_exact(2).map(|pair| {
         let is_token = pair[0] != NO_TOKEN;
