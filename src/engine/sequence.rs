@@ -269,10 +269,11 @@ impl Sequence {
     }
 
     /// Returns how the next token is chosen from row `row` of the logits, if the temperature is all that
-    /// it takes; draws the number for it.
+    /// it takes and no guide leads it; draws the number for it.
     pub(super) fn target(&mut self, row: usize) -> Option<Target> {
         let params = &self.params;
-        params.is_plain().then(|| Target {
+        let is_plain = params.is_plain() && self.guide.is_none();
+        is_plain.then(|| Target {
             row,
             temperature: params.temperature,
             uniform: if params.is_greedy() {

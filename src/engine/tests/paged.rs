@@ -118,3 +118,23 @@ fn where_a_token_is_chosen_makes_no_difference() {
         assert_eq!(device.kept_logprobs, host.kept_logprobs);
     }
 }
+
+#[test]
+fn a_guide_leads_a_turn_whose_temperature_is_all_else() {
+    // Tokens of this vocabulary are `!` to `8`.
+    let tokenizer = Tokenizer::byte_level(&[]).unwrap();
+    let factory = GuideFactory::new(&tokenizer, toy_config().vocab_size, &[STOP]).unwrap();
+    on_pages(|| {
+        let mut engine = engine(EngineConfig::default());
+        let [free, guided] = [0, 1].map(|_| engine.add(prompt(3), sampled(9), seed(4)).unwrap());
+        let guide = factory.compile("start: /[0-8]{5}/".to_owned()).unwrap();
+        engine.set_guide(guided, guide).unwrap();
+        let finished = drain(&mut engine);
+        let text = finished[&guided].text(&tokenizer).unwrap();
+        assert!(
+            text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit()),
+            "{text}"
+        );
+        assert_ne!(finished[&free].text(&tokenizer).unwrap(), text);
+    });
+}
