@@ -50,6 +50,7 @@ impl WeightFormat {
         let row = match self {
             Self::Wide => number_bytes * inputs,
             Self::Bf16 => size_of::<u16>() * inputs,
+            Self::Bf16Products => size_of::<u32>() * pairs_of(inputs),
             Self::Int8 => inputs + size_of::<f32>() * inputs.div_ceil(BLOCK),
         };
         rows * row as u64

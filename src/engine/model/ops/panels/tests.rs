@@ -174,10 +174,16 @@ fn a_packed_matrix_has_as_many_bytes_as_is_said_of_it() {
         match Stored::pack(weight, inputs, format) {
             Stored::Wide(values) => size_of_val(values.get()),
             Stored::Bf16(values) => size_of_val(values.get()),
+            Stored::Pairs(values) => size_of_val(values.get()),
             Stored::Int8(values, scales) => size_of_val(values.get()) + size_of_val(scales.get()),
         }
     }
-    for format in [WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8] {
+    for format in [
+        WeightFormat::Wide,
+        WeightFormat::Bf16,
+        WeightFormat::Bf16Products,
+        WeightFormat::Int8,
+    ] {
         for (inputs, outputs) in SHAPES {
             let said = |number| format.packed_bytes(outputs, inputs, number);
             let single = bytes(format, inputs, &fill(outputs * inputs, 2));
