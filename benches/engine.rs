@@ -5,7 +5,7 @@
 //!
 //! The weights are those of the GGUF file that `WARDIAN_SMOLLM2_GGUF` names; without it they are
 //! random, which costs the same time. `WARDIAN_BENCH_DTYPE` is what criterion's report keeps them in:
-//! `f32`, `bf16` or `int8`.
+//! `f32`, `bf16`, `bf16 products` (and multiplies them in) or `int8`.
 #![allow(missing_docs, reason = "criterion's macros")]
 #![allow(clippy::print_stdout, reason = "what it is for")]
 
@@ -57,7 +57,12 @@ fn smollm2() -> ModelConfig {
     }
 }
 
-const FORMATS: [WeightFormat; 3] = [WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8];
+const FORMATS: [WeightFormat; 4] = [
+    WeightFormat::Wide,
+    WeightFormat::Bf16,
+    WeightFormat::Bf16Products,
+    WeightFormat::Int8,
+];
 
 /// Returns what weights are kept in by this name.
 fn format(name: &str) -> Option<WeightFormat> {

@@ -8,6 +8,7 @@
 #![allow(missing_docs, reason = "criterion's macros")]
 #![allow(clippy::print_stdout, reason = "what it is for")]
 
+use std::collections::BTreeMap;
 use std::io::BufRead as _;
 use std::time::Instant;
 
@@ -16,7 +17,7 @@ use criterion::{Criterion, Throughput};
 use serde_json::{Value, json};
 use wardian::engine::LoadedModel;
 use wardian::engine::model::{
-    Decoder, LoraConfig, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable,
+    Decoder, LoraConfig, ModelConfig, ModelType, PackedBatch, RopeScaling, Trainable, WeightFormat,
     random_weights,
 };
 use wardian::trainer::{
@@ -170,6 +171,9 @@ fn decoding(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// What the base of the comparison's steps is kept and multiplied in.
+const FORMATS: [WeightFormat; 2] = [WeightFormat::Wide, WeightFormat::Bf16Products];
+
 /// A LoRA step of the comparison.
 struct Step {
     decoder: Decoder,
@@ -196,7 +200,12 @@ impl Step {
             ..LoraConfig::default()
         };
         let trainable = Trainable::Lora(config);
-        let decoder = Decoder::new(model.config, model.weights, &Device::Cpu, &trainable, 1)
+        let format = FORMATS
+            .into_iter()
+            .find(|format| request["setting"] == format.name());
+        let format = format.unwrap_or_default();
+        let (config, weights) = (model.config, model.weights);
+        let decoder = Decoder::with_format(config, weights, &Device::Cpu, &trainable, 1, format)
             .expect("the weights fit");
         let optimizer =
             AdamW::new(&decoder, AdamWConfig::default()).expect("the settings are valid");
@@ -269,18 +278,22 @@ fn peak_bytes() -> Option<u64> {
 
 /// Answers requests, one JSON object a line: `{"what": "step", "sequences": 8, "length": 256, "prompt":
 /// 64, "rank": 16, "micro_batch_tokens": 512}` with `{"seconds": .., "grad_norm": .., "peak_bytes":
-/// ..}`. The first request for a step loads the model, and those after it go on with it.
+/// ..}`, each with a `"setting"` from [`FORMATS`] if it is not to be `f32`. A setting's first request loads
+/// the model, and those after it go on with it.
 fn measure() {
-    let mut step = None;
+    let mut steps = BTreeMap::new();
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("requests are text");
         let request: Value = serde_json::from_str(&line).expect("a request is JSON");
         let answer = match request["what"].as_str() {
             Some("describe") => json!({
                 "version": format!("wardian {}", env!("CARGO_PKG_VERSION")),
-                "settings": ["f32"],
+                "settings": FORMATS.map(WeightFormat::name),
             }),
-            Some("step") => step.get_or_insert_with(|| Step::new(&request)).run(),
+            Some("step") => steps
+                .entry(request["setting"].to_string())
+                .or_insert_with(|| Step::new(&request))
+                .run(),
             _ => json!({ "failed": format!("unknown request {line}") }),
         };
         println!("{answer}");

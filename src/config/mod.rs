@@ -167,6 +167,8 @@ pub struct ModelConfig {
     pub adapter: Option<String>,
     /// What weights are held in; `auto` unless given.
     pub dtype: Dtype,
+    /// What a CPU multiplies with frozen weights in; `f32` unless given.
+    pub compute_dtype: ComputeDtype,
     /// Where the model runs; `auto` unless given.
     pub device: Device,
 }
@@ -175,7 +177,7 @@ pub struct ModelConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// `bf16` on a GPU, `f32` on a CPU.
+    /// `bf16` on a GPU, `f32` on a CPU unless `compute_dtype` says otherwise.
     #[default]
     Auto,
     /// 32-bit floats.
@@ -186,6 +188,31 @@ pub enum Dtype {
     /// 8-bit integers with a scale for each 32 inputs, on a CPU: for frozen weights, to serve them or to
     /// train an adapter. All computation is in `f32`.
     Int8,
+}
+
+impl Dtype {
+    /// Returns the name, as in a run file.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
+/// What a CPU multiplies with frozen weights in. A GPU computes in what weights are held in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDtype {
+    /// 32-bit floats.
+    #[default]
+    F32,
+    /// bfloat16: weights are held in it, and what they are multiplied with is rounded to it; sums, and
+    /// everything else, stay in `f32`. For frozen weights, to serve them or to train an adapter. Faster
+    /// where the processor has AVX512-BF16, slower where it has not, to the same bits.
+    Bf16,
 }
 
 /// Where a model runs.

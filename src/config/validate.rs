@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::{ConfigError, Issue, Response, RewardAggregation, RunConfig, TrainMode};
+use super::{
+    ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig, TrainMode,
+};
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -92,6 +94,14 @@ impl RunConfig {
             "model.adapter",
             model.adapter.as_deref().unwrap_or_default(),
             "an adapter can be trained on only with `trainer.mode = \"lora\"`",
+        );
+        issues.require(
+            model.compute_dtype == ComputeDtype::F32
+                || matches!(model.dtype, Dtype::Auto | Dtype::Bf16),
+            "model.dtype",
+            model.dtype.name(),
+            "make it \"bf16\" or leave it out: with `model.compute_dtype = \"bf16\"` weights are held in \
+             nothing else",
         );
         issues.require(
             task.limit != Some(0),

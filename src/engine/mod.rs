@@ -535,22 +535,23 @@ impl Engine {
         let mut rows = Vec::with_capacity(planned.len());
         let mut complete = Vec::new();
         let mut prefill_tokens = 0;
-        for scheduled in planned {
+        for (segment, scheduled) in planned.iter().enumerate() {
             let sequence = &self.sequences[&scheduled.id];
             let pending = sequence.pending();
             let adapter = sequence.adapter.as_ref().map(AdapterLease::id);
             let tokens = &pending[..scheduled.take];
-            let segment = batch.push_adapted(tokens, sequence.cached, adapter);
+            batch.push_adapted(tokens, sequence.cached, adapter);
             rows.push(sequence.row.expect("planned sequences have a row"));
             if scheduled.take == pending.len() {
-                complete.push((scheduled.id, segment.end - 1));
+                complete.push((scheduled.id, segment));
             }
             if pending.len() > 1 || sequence.cached == 0 {
                 prefill_tokens += scheduled.take as u64;
             }
         }
-        let hidden = self.decoder.hidden_cached(&batch, &mut self.cache, &rows)?;
-        let logits = self.logits(&hidden, &complete)?;
+        let last: Vec<usize> = complete.iter().map(|&(_, segment)| segment).collect();
+        let hidden = (self.decoder).last_hidden_cached(&batch, &mut self.cache, &rows, &last)?;
+        let logits = self.logits(&hidden)?;
         for scheduled in planned {
             self.sequence_mut(scheduled.id)?.cached += scheduled.take;
             self.keep_prefix(scheduled.id)?;
@@ -568,21 +569,12 @@ impl Engine {
         Ok((targets, logits))
     }
 
-    /// Returns the logits `[rows, vocab]` of the last tokens of complete sequences, if there are any.
-    fn logits(
-        &self,
-        hidden: &Tensor,
-        complete: &[(SequenceId, usize)],
-    ) -> Result<Option<Tensor>, EngineError> {
-        if complete.is_empty() {
+    /// Returns the logits `[rows, vocab]` of hidden states, if there are any.
+    fn logits(&self, hidden: &Tensor) -> Result<Option<Tensor>, EngineError> {
+        if hidden.dim(0).map_err(model::ModelError::from)? == 0 {
             return Ok(None);
         }
-        let last: Vec<u32> = complete
-            .iter()
-            .map(|&(_, index)| u32::try_from(index).expect("batches are bounded"))
-            .collect();
-        let last = select(hidden, last).map_err(model::ModelError::from)?;
-        Ok(Some(self.decoder.logits(&last)?))
+        Ok(Some(self.decoder.logits(hidden)?))
     }
 
     /// Gives the followers of a sequence whose prompt is computed their own rows.

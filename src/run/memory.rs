@@ -96,7 +96,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::config::Dtype;
+    use crate::config::{ComputeDtype, Dtype};
     use crate::engine::model::WeightFormat;
 
     #[test]
@@ -118,6 +118,14 @@ mod tests {
             let request = plan_request(&config, &model, place);
             assert_eq!((request.dtype, request.format), (numbers, format));
             assert!(!request.critic);
+        }
+        config.model.dtype = Dtype::Auto;
+        config.model.compute_dtype = ComputeDtype::Bf16;
+        for (place, format) in [
+            (Place::Cpu, WeightFormat::Bf16Products),
+            (Place::Gpu, WeightFormat::Wide),
+        ] {
+            assert_eq!(plan_request(&config, &model, place).format, format);
         }
         config.trainer.advantage = AdvantageEstimator::Gae;
         assert!(plan_request(&config, &model, Place::Cpu).critic);

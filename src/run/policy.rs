@@ -234,7 +234,9 @@ pub(super) struct Held {
 /// Returns how a run holds its model in a place.
 pub(super) fn held_in(model: &config::ModelConfig, place: Place) -> Held {
     use config::Dtype;
+    let is_bf16 = model.compute_dtype == config::ComputeDtype::Bf16;
     let (read_as, format) = match (model.dtype, place) {
+        (_, Place::Cpu) if is_bf16 => (DType::BF16, WeightFormat::Bf16Products),
         (Dtype::Auto | Dtype::Bf16, Place::Gpu) => (DType::BF16, WeightFormat::Wide),
         (Dtype::F32, _) | (Dtype::Auto, Place::Cpu) => (DType::F32, WeightFormat::Wide),
         (Dtype::Bf16, Place::Cpu) => (DType::BF16, WeightFormat::Bf16),

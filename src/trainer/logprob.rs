@@ -263,7 +263,7 @@ impl Pass<'_> {
             }
             for first in (0..vocab).step_by(PACKED_TOKENS) {
                 let outputs = first..vocab.min(first + PACKED_TOKENS);
-                let dy = PackedRows::new(logits, rows, outputs.clone(), vocab);
+                let dy = PackedRows::new(logits, rows, outputs.clone(), vocab, &[&weight]);
                 let term = Term {
                     alpha: T::ONE,
                     dy: &dy,

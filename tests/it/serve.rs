@@ -235,6 +235,26 @@ fn what_cannot_be_served_is_a_usage_error() {
             "`int8` with training of all weights",
         ),
         (
+            &[
+                "train",
+                "--set",
+                "model.compute_dtype=bf16",
+                "--set",
+                "trainer.mode=full",
+            ],
+            "unsupported `compute_dtype`: `bf16` with training of all weights",
+        ),
+        (
+            &[
+                "chat",
+                "--set",
+                "model.compute_dtype=bf16",
+                "--set",
+                "model.dtype=int8",
+            ],
+            "with `model.compute_dtype = \"bf16\"` weights are held in nothing else",
+        ),
+        (
             &["chat", "--temperature", "5000", "--no-tools"],
             "temperature",
         ),
@@ -284,12 +304,14 @@ fn a_conversation_is_piped_reset_and_ended() {
     assert_eq!(text("hi\n/exit\nhi\n"), once);
 
     // Weights that take less room are other weights, so that something else is likeliest at times.
-    let narrow = [&options[..], &["--set", "model.dtype=int8"]].concat();
-    let output = chat(&narrow, "hi\n/reset\nhi\n");
-    let answers = String::from_utf8(output.stdout).expect("UTF-8");
-    let (first, second) = answers.split_at(answers.len() / 2);
-    assert!(!first.trim().is_empty());
-    assert_eq!(first, second);
+    for set in ["model.dtype=int8", "model.compute_dtype=bf16"] {
+        let narrow = [&options[..], &["--set", set]].concat();
+        let output = chat(&narrow, "hi\n/reset\nhi\n");
+        let answers = String::from_utf8(output.stdout).expect("UTF-8");
+        let (first, second) = answers.split_at(answers.len() / 2);
+        assert!(!first.trim().is_empty());
+        assert_eq!(first, second);
+    }
 
     let output = chat(&options, "/help\n");
     assert!(output.stdout.is_empty());

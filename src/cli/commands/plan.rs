@@ -121,6 +121,7 @@ fn table(plan: &MemoryPlan, request: &PlanRequest, trained: u64) -> String {
     };
     let kept = match request.format {
         WeightFormat::Wide => String::new(),
+        WeightFormat::Bf16Products => " with products in bf16".to_owned(),
         format => format!(" with {} weights", format.name()),
     };
     let place = match request.place {

@@ -240,11 +240,23 @@ impl Decoder {
             _ => None,
         };
         if let Some(obstacle) = obstacle {
+            let (field, name, supported) = match format {
+                WeightFormat::Bf16Products => (
+                    "compute_dtype",
+                    "bf16",
+                    "products in bf16 with frozen weights on the CPU: to serve, or under an adapter",
+                ),
+                _ => (
+                    "dtype",
+                    format.name(),
+                    "weights that take less room than `float32` on the CPU, frozen: to serve, or under \
+                     an adapter",
+                ),
+            };
             return Err(ModelError::Unsupported {
-                field: "dtype",
-                found: format!("`{}` with {obstacle}", format.name()),
-                supported: "weights that take less room than `float32` on the CPU, frozen: to serve, or \
-                            under an adapter",
+                field,
+                found: format!("`{name}` with {obstacle}"),
+                supported,
             });
         }
         let lora = match trainable {
@@ -633,6 +645,44 @@ impl Decoder {
         cache: &mut KvCache,
         rows: &[RowId],
     ) -> Result<Tensor, ModelError> {
+        self.hidden_cached_of(batch, cache, rows, None)
+    }
+
+    /// As [`Decoder::hidden_cached`], but returns the hidden states `[segments.len(), hidden]` of the
+    /// last tokens of some segments only, which are all that sampling needs of a prompt. They are the
+    /// same bits; on the CPU the last layer then leaves the other tokens out.
+    ///
+    /// # Errors
+    ///
+    /// As [`Decoder::hidden_cached`], and if a segment does not exist or is empty.
+    pub fn last_hidden_cached(
+        &self,
+        batch: &PackedBatch,
+        cache: &mut KvCache,
+        rows: &[RowId],
+        segments: &[usize],
+    ) -> Result<Tensor, ModelError> {
+        let is_missing = |&&segment: &&usize| {
+            let range = batch.segments().get(segment);
+            range.is_none_or(std::ops::Range::is_empty)
+        };
+        if let Some(&segment) = segments.iter().find(is_missing) {
+            return Err(ModelError::Mismatch {
+                what: "segment whose last token is asked for against segments with tokens",
+                found: segment,
+                expected: batch.segments().len(),
+            });
+        }
+        self.hidden_cached_of(batch, cache, rows, Some(segments))
+    }
+
+    fn hidden_cached_of(
+        &self,
+        batch: &PackedBatch,
+        cache: &mut KvCache,
+        rows: &[RowId],
+        tails: Option<&[usize]>,
+    ) -> Result<Tensor, ModelError> {
         self.check(batch)?;
         if rows.len() != batch.segments().len() {
             return Err(ModelError::Mismatch {
@@ -659,14 +709,25 @@ impl Decoder {
         }
         match self.kind() {
             Kind::F32 => {
-                let hidden = fused::hidden_cached::<f32>(self, batch, cache, rows)?;
+                let hidden = fused::hidden_cached::<f32>(self, batch, cache, rows, tails)?;
                 fused::hidden_tensor(self, hidden)
             }
             Kind::F64 => {
-                let hidden = fused::hidden_cached::<f64>(self, batch, cache, rows)?;
+                let hidden = fused::hidden_cached::<f64>(self, batch, cache, rows, tails)?;
                 fused::hidden_tensor(self, hidden)
             }
-            Kind::Composed => paged::hidden_cached(self, batch, cache, rows),
+            Kind::Composed => {
+                let hidden = paged::hidden_cached(self, batch, cache, rows)?;
+                let Some(segments) = tails else {
+                    return Ok(hidden);
+                };
+                let ends = segments.iter().map(|&segment| {
+                    let end = batch.segments()[segment].end - 1;
+                    u32::try_from(end).expect("batches are bounded")
+                });
+                let ends = Tensor::from_iter(ends, hidden.device())?;
+                Ok(hidden.index_select(&ends, 0)?)
+            }
         }
     }
 

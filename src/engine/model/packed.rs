@@ -154,6 +154,17 @@ impl PackedBatch {
         Ok(())
     }
 
+    /// Returns the last tokens of some segments, each as a segment that sees nothing before it here.
+    pub(super) fn tails(&self, segments: &[usize]) -> Self {
+        let mut tails = Self::new();
+        for &segment in segments {
+            let last = self.segments[segment].end - 1;
+            let position = self.positions[last] as usize;
+            tails.push_adapted(&[self.tokens[last]], position, self.adapters[segment]);
+        }
+        tails
+    }
+
     pub(super) fn check(&self, vocab_size: usize, limit: usize) -> Result<(), ModelError> {
         for &token in &self.tokens {
             if token as usize >= vocab_size {

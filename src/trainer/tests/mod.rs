@@ -10,8 +10,9 @@ use crate::engine::model::tests_support::{
 };
 use crate::engine::model::{
     Adapters, Decoder, LoraAdapter, LoraConfig, ModelConfig, ModelType, PackedBatch, Trainable,
-    random_weights,
+    WeightFormat, random_weights,
 };
+use crate::engine::{Engine, EngineConfig, SamplingParams, SequenceSeed};
 
 mod value;
 
@@ -29,13 +30,23 @@ fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
 }
 
 fn decoder_of(config: ModelConfig, dtype: DType, trainable: &Trainable) -> Decoder {
+    decoder_in(config, dtype, trainable, WeightFormat::Wide)
+}
+
+fn decoder_in(
+    config: ModelConfig,
+    dtype: DType,
+    trainable: &Trainable,
+    format: WeightFormat,
+) -> Decoder {
     let mut weights = random_weights(&config, 1, dtype, &Device::Cpu).unwrap();
     for (name, weight) in &mut weights {
         if !name.ends_with("norm.weight") {
             *weight = (&*weight * 12.0).unwrap();
         }
     }
-    let decoder = Decoder::new(config, weights, &Device::Cpu, trainable, 2).unwrap();
+    let decoder =
+        Decoder::with_format(config, weights, &Device::Cpu, trainable, 2, format).unwrap();
     for (index, (name, var)) in decoder.variables().iter().enumerate() {
         if name.contains("lora_B") || name.contains("norm") || name.ends_with(".bias") {
             let values: Vec<f64> = (0..var.elem_count())
@@ -248,6 +259,81 @@ fn a_fresh_adapter_has_no_divergence_from_its_reference() {
     let metrics =
         accumulate_policy_gradient(&decoder, &micro, &loss, pass, &mut gradients).unwrap();
     assert_eq!((metrics.kl(), metrics.ratio_range()), (0.0, (1.0, 1.0)));
+}
+
+/// What products are made in changes nothing in that sampler and trainer compute the same bits: over
+/// several turns, with an adapter that is no fresh one, in micro-batches that share prompts.
+#[rstest]
+fn what_was_sampled_is_what_is_trained_on(
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+    #[values(WeightFormat::Wide, WeightFormat::Bf16Products)] format: WeightFormat,
+) {
+    let decoder = decoder_in(toy(kind), DType::F32, &lora(), format);
+    let decoder = std::sync::Arc::new(decoder);
+    let mut engine = Engine::new(std::sync::Arc::clone(&decoder), EngineConfig::default()).unwrap();
+    let prompt = random_tokens(9, 19, 1);
+    let mut sequences = Vec::new();
+    let mut ids = Vec::new();
+    for index in 0..5 {
+        let params = SamplingParams {
+            temperature: 0.8,
+            max_new_tokens: 6 + index,
+            ..SamplingParams::default()
+        };
+        let seed = SequenceSeed {
+            sample: index as u64,
+            ..SequenceSeed::default()
+        };
+        ids.push(engine.add(prompt.clone(), params, seed).unwrap());
+        sequences.push(TrainSequence {
+            tokens: prompt.clone(),
+            loss_mask: vec![false; prompt.len()],
+            logprobs: vec![0.0; prompt.len()],
+            reference: None,
+            advantage: if index % 2 == 0 { 1.0 } else { -1.0 },
+            credit: None,
+        });
+    }
+    for turn in 0..3 {
+        let mut left = ids.len();
+        while left > 0 {
+            for finished in engine.step().unwrap() {
+                let at = ids.iter().position(|&id| id == finished.id).unwrap();
+                let sequence = &mut sequences[at];
+                let sampled = finished.logprobs.iter().map(|&x| f64::from(x));
+                sequence.logprobs.extend(sampled);
+                sequence.loss_mask.extend(vec![true; finished.tokens.len()]);
+                sequence.tokens.extend(finished.tokens);
+                left -= 1;
+            }
+        }
+        for (at, (&id, sequence)) in ids.iter().zip(&mut sequences).enumerate() {
+            let result = random_tokens(1 + at, 19, turn);
+            engine.set_max_new_tokens(id, 4).unwrap();
+            engine.extend(id, &result).unwrap();
+            sequence.logprobs.extend(vec![0.0; result.len()]);
+            sequence.loss_mask.extend(vec![false; result.len()]);
+            sequence.tokens.extend(result);
+        }
+    }
+    let config = LossConfig::default();
+    let totals = config.totals(sequences.iter().map(TrainSequence::trainable_tokens));
+    for (budget, recompute) in [(1000, false), (64, true)] {
+        let mut gradients = decoder.zero_gradients();
+        for micro in pack(&sequences, budget, &config, totals).unwrap() {
+            let pass = PassConfig {
+                recompute,
+                temperature: 0.8,
+                ..PassConfig::default()
+            };
+            let metrics =
+                accumulate_policy_gradient(&decoder, &micro, &config, pass, &mut gradients)
+                    .unwrap();
+            // The sampler takes its logarithm in `f64`, so they may differ by the last bits of an `f32`.
+            let (least, most) = metrics.ratio_range();
+            assert!(1.0 - least < 2e-6 && most - 1.0 < 2e-6, "{least} {most}");
+        }
+    }
 }
 
 #[test]

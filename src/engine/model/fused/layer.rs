@@ -2,9 +2,9 @@
 
 use super::super::decoder::Layer;
 use super::super::gradients::Gradients;
-use super::super::linear::Linear;
+use super::super::linear::{Linear, Parameter};
 use super::super::ops::{
-    Attention, Buffer, HeadShape, PackedKeyValues, Real, Turn, Values, Write, attend,
+    Attention, Buffer, HeadShape, LastTokens, PackedKeyValues, Real, Turn, Values, Write, attend,
     attend_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
 };
 use super::super::{Adapters, ModelError};
@@ -132,6 +132,59 @@ pub(super) fn forward_cached<T: FusedReal>(
     add_feed_forward(pass, layer, x)
 }
 
+/// Runs the model's last layer on new tokens `x`: appends the keys and values of all to `cached`, and
+/// returns the output of the last tokens of `segments`, which are those of `tails`.
+pub(super) fn forward_cached_tails<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    tails: &Pass<'_, T>,
+    segments: &[usize],
+    layer: &Layer,
+    index: usize,
+    x: &[T],
+    cached: &mut CachedRows<T>,
+) -> Result<Vec<T>, ModelError> {
+    let (shape, all) = (pass.decoder.head_shape(), pass.batch.segments());
+    let width = layer.down_proj.outputs;
+    let last = |x: &[T]| -> Vec<T> {
+        let rows = segments.iter().map(|&segment| all[segment].end - 1);
+        let rows = rows.map(|row| &x[row * width..][..width]);
+        rows.flatten().copied().collect()
+    };
+    let normed = normalise(pass, x, layer.input_norm.tensor())?;
+    let mut keys = Buffer::new(pass.batch.len() * layer.k_proj.outputs);
+    let mut values = Buffer::new(pass.batch.len() * layer.v_proj.outputs);
+    linear::forward(
+        [&layer.k_proj, &layer.v_proj],
+        &normed,
+        pass.batch.len(),
+        &pass.adapters,
+        Write::Replace,
+        [&mut keys, &mut values],
+    )?;
+    place(pass, layer.k_norm.as_ref(), shape.kv_heads, &mut keys)?;
+    cached.write(index, all, &keys, &values);
+    let mut queries = Buffer::new(tails.batch.len() * layer.q_proj.outputs);
+    linear::forward(
+        [&layer.q_proj],
+        &last(&normed),
+        tails.batch.len(),
+        &tails.adapters,
+        Write::Replace,
+        [&mut queries],
+    )?;
+    place(tails, layer.q_norm.as_ref(), shape.heads, &mut queries)?;
+    let source = LastTokens {
+        source: &*cached,
+        all,
+        segments,
+    };
+    let attended = attend(&queries, tails.batch.segments(), shape, &source);
+    let mut x = last(x);
+    add_attention_output(tails, layer, &attended, &mut x)?;
+    add_feed_forward(tails, layer, &mut x)?;
+    Ok(x)
+}
+
 fn normalise<T: FusedReal>(
     pass: &Pass<'_, T>,
     x: &[T],
@@ -152,9 +205,7 @@ fn project<T: FusedReal>(
     keep: bool,
 ) -> Result<(Projected<T>, Unnormed<T>), ModelError> {
     let HeadShape {
-        heads,
-        kv_heads,
-        head_dim,
+        heads, kv_heads, ..
     } = pass.decoder.head_shape();
     let rows = pass.batch.len();
     let outputs = |linear: &Linear| Buffer::new(rows * linear.outputs);
@@ -169,33 +220,9 @@ fn project<T: FusedReal>(
         Write::Replace,
         [&mut queries, &mut keys, &mut values],
     )?;
-    let mut unnormed = None;
-    if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
-        let normed_queries = normalise(pass, &queries, q_norm.tensor())?;
-        let normed_keys = normalise(pass, &keys, k_norm.tensor())?;
-        let before = (
-            std::mem::replace(&mut queries, normed_queries),
-            std::mem::replace(&mut keys, normed_keys),
-        );
-        unnormed = keep.then_some(before);
-    }
-    let positions = pass.batch.positions();
-    rope(
-        &mut queries,
-        positions,
-        heads,
-        &pass.rope,
-        head_dim,
-        Turn::Forward,
-    );
-    rope(
-        &mut keys,
-        positions,
-        kv_heads,
-        &pass.rope,
-        head_dim,
-        Turn::Forward,
-    );
+    let unnormed_queries = place(pass, layer.q_norm.as_ref(), heads, &mut queries)?;
+    let unnormed_keys = place(pass, layer.k_norm.as_ref(), kv_heads, &mut keys)?;
+    let unnormed = unnormed_queries.zip(unnormed_keys).filter(|_| keep);
     Ok((
         Projected {
             queries,
@@ -205,6 +232,26 @@ fn project<T: FusedReal>(
         },
         unnormed,
     ))
+}
+
+/// Norms queries or keys, if the model does, and turns them to their positions. Returns what was normed.
+fn place<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    norm: Option<&Parameter>,
+    heads: usize,
+    x: &mut Buffer<T>,
+) -> Result<Option<Buffer<T>>, ModelError> {
+    let unnormed = match norm {
+        Some(norm) => {
+            let normed = normalise(pass, x, norm.tensor())?;
+            Some(std::mem::replace(x, normed))
+        }
+        None => None,
+    };
+    let head_dim = pass.decoder.head_shape().head_dim;
+    let positions = pass.batch.positions();
+    rope(x, positions, heads, &pass.rope, head_dim, Turn::Forward);
+    Ok(unnormed)
 }
 
 /// Adds the attention's output to the residual stream `x`.
@@ -465,7 +512,7 @@ fn attention_backward<T: FusedReal>(
 /// Adds a norm's gradient with respect to its input to `dx`.
 fn norm_backward<T: FusedReal>(
     pass: &Pass<'_, T>,
-    norm: &super::super::linear::Parameter,
+    norm: &Parameter,
     x: &[T],
     dy: &[T],
     dx: &mut [T],

@@ -6,7 +6,7 @@ use super::super::adapters::RowAdapters;
 use super::super::gradients::{GradientReal, Gradients};
 use super::super::linear::{Linear, Lora, Parameter};
 use super::super::ops::{
-    self, Matrix, Orientation, PackedRows, Product, Real, Term, Values, Write, matmul,
+    self, Matrix, Orientation, PackedRows, Panels, Product, Real, Term, Values, Write, matmul,
 };
 
 /// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y` for each layer and its `y`, and returns each
@@ -98,10 +98,15 @@ pub(super) fn backward<T: GradientReal, const N: usize>(
             let sums = T::sums(gradients, slot);
             matmul(T::ONE, dy.t(), x, Write::Add, sums, inputs, true);
         }
-        let packed = PackedRows::new(dy, rows, 0..outputs, outputs);
-        if let (Some(lora), Some(low)) = (&linear.lora, low) {
+        let weight = linear.weight.panels::<T>()?;
+        let b = match (&linear.lora, low) {
+            (Some(lora), Some(_)) => Some(lora.b.panels::<T>()?),
+            _ => None,
+        };
+        let readers: Vec<&Panels<T>> = std::iter::once(&weight).chain(&b).map(|w| &**w).collect();
+        let packed = PackedRows::new(dy, rows, 0..outputs, outputs, &readers);
+        if let (Some(lora), Some(low), Some(b)) = (&linear.lora, low, b) {
             let scale = T::from_f64(lora.scale);
-            let b = lora.b.panels::<T>()?;
             let mut dlow = vec![T::ZERO; rows * lora.rank];
             let term = Term::new(scale, &packed, &b);
             ops::linears_backward(&[term], Write::Replace, &mut dlow);
@@ -113,10 +118,11 @@ pub(super) fn backward<T: GradientReal, const N: usize>(
                 let sums = T::sums(gradients, slot);
                 ops::add_outer_products(T::ONE, &dlow, x, rows, Orientation::Upright, sums);
             }
-            let dlow = PackedRows::new(&dlow, rows, 0..lora.rank, lora.rank);
-            products.push((dlow, lora.a.panels::<T>()?));
+            let a = lora.a.panels::<T>()?;
+            let dlow = PackedRows::new(&dlow, rows, 0..lora.rank, lora.rank, &[&a]);
+            products.push((dlow, a));
         }
-        products.push((packed, linear.weight.panels::<T>()?));
+        products.push((packed, weight));
     }
     let terms: Vec<Term<'_, T>> = products
         .iter()

@@ -223,14 +223,16 @@ fn backward_in_pool<T: FusedReal>(
     Ok(())
 }
 
-/// Returns the hidden states of new tokens and appends their keys and values to the cache.
+/// Returns the hidden states of new tokens, all or the last of some segments, and appends the keys and
+/// values of all to the cache.
 pub(super) fn hidden_cached<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     cache: &mut KvCache,
     rows: &[RowId],
+    tails: Option<&[usize]>,
 ) -> Result<Vec<T>, ModelError> {
-    in_pool(|| hidden_cached_in_pool(decoder, batch, cache, rows))
+    in_pool(|| hidden_cached_in_pool(decoder, batch, cache, rows, tails))
 }
 
 fn hidden_cached_in_pool<T: FusedReal>(
@@ -238,14 +240,26 @@ fn hidden_cached_in_pool<T: FusedReal>(
     batch: &PackedBatch,
     cache: &mut KvCache,
     rows: &[RowId],
+    tails: Option<&[usize]>,
 ) -> Result<Vec<T>, ModelError> {
     let added: Vec<usize> = batch.segments().iter().map(std::ops::Range::len).collect();
     let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
     cache.with_blocks::<T, _>(rows, &added, |cached| {
         batch.check_continues(cached.lengths())?;
         let mut x = pass.embed()?;
+        let last = decoder.layers().len() - 1;
         for (index, layer) in decoder.layers().iter().enumerate() {
-            layer::forward_cached(&pass, layer, index, &mut x, cached)?;
+            match tails.filter(|_| index == last) {
+                None => layer::forward_cached(&pass, layer, index, &mut x, cached)?,
+                Some(segments) => {
+                    let tails = batch.tails(segments);
+                    let tails = Pass::<T>::new(decoder, &tails, Adapters::On)?;
+                    let (layer, pass) = (layer, &pass);
+                    x = layer::forward_cached_tails(
+                        pass, &tails, segments, layer, index, &x, cached,
+                    )?;
+                }
+            }
         }
         pass.final_norm(&x)
     })

@@ -6,20 +6,45 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
 
-use super::Real;
-
 /// Most buffers of one type that wait for their next use.
 const MOST_FREE: usize = 64;
 
 /// Most bytes of one type that wait for their next use.
 const MOST_FREE_BYTES: usize = 256 << 20;
 
+/// What is put into buffers.
+pub trait Reusable: Copy + Default + 'static {
+    /// What buffers are filled with where assertions are on.
+    const UNWRITTEN: Self;
+
+    /// Returns the buffers of this type that nobody has.
+    fn free_buffers() -> &'static FreeBuffers<Self>;
+}
+
+macro_rules! reusable {
+    ($type:ty, $unwritten:expr) => {
+        impl Reusable for $type {
+            const UNWRITTEN: Self = $unwritten;
+
+            fn free_buffers() -> &'static FreeBuffers<Self> {
+                static FREE: FreeBuffers<$type> = FreeBuffers::new();
+                &FREE
+            }
+        }
+    };
+}
+
+reusable!(f32, f32::NAN);
+reusable!(f64, f64::NAN);
+// As pairs of bf16, these are no numbers either.
+reusable!(u32, u32::MAX);
+
 /// The buffers of one type that nobody has.
 #[derive(Debug)]
 pub struct FreeBuffers<T>(Mutex<Vec<Vec<T>>>);
 
-impl<T: Real> FreeBuffers<T> {
-    pub(super) const fn new() -> Self {
+impl<T: Reusable> FreeBuffers<T> {
+    const fn new() -> Self {
         Self(Mutex::new(Vec::new()))
     }
 
@@ -50,32 +75,32 @@ impl<T: Real> FreeBuffers<T> {
 }
 
 /// Numbers that are whatever they are until they are written.
-pub(crate) struct Buffer<T: Real> {
+pub(crate) struct Buffer<T: Reusable> {
     values: Vec<T>,
     len: usize,
 }
 
-impl<T: Real> Buffer<T> {
+impl<T: Reusable> Buffer<T> {
     /// Returns `len` numbers, of which none may be read before it is written. Where assertions are on,
     /// they are not numbers, so that whoever does is found.
     pub(crate) fn new(len: usize) -> Self {
         let mut values = T::free_buffers()
             .take(len)
-            .unwrap_or_else(|| vec![T::ZERO; len]);
+            .unwrap_or_else(|| vec![T::default(); len]);
         if cfg!(debug_assertions) {
-            values.fill(T::from_f64(f64::NAN));
+            values.fill(T::UNWRITTEN);
         }
         Self { values, len }
     }
 }
 
-impl<T: Real> Drop for Buffer<T> {
+impl<T: Reusable> Drop for Buffer<T> {
     fn drop(&mut self) {
         T::free_buffers().give_back(std::mem::take(&mut self.values));
     }
 }
 
-impl<T: Real> Deref for Buffer<T> {
+impl<T: Reusable> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -83,7 +108,7 @@ impl<T: Real> Deref for Buffer<T> {
     }
 }
 
-impl<T: Real> DerefMut for Buffer<T> {
+impl<T: Reusable> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         &mut self.values[..self.len]
     }

@@ -22,11 +22,11 @@ use std::ops::{Deref, Range};
 use candle_core::{CpuStorage, Device, Storage, StorageRef, Tensor, WithDType};
 
 pub(crate) use attention::{
-    Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, PackedKeyValues, attend, attend_backward,
-    key_block_len, write_key_value,
+    Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, LastTokens, PackedKeyValues, attend,
+    attend_backward, key_block_len, write_key_value,
 };
 pub(crate) use buffer::Buffer;
-use buffer::FreeBuffers;
+use buffer::Reusable;
 pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
 pub use panels::WeightFormat;
@@ -48,7 +48,9 @@ const TASK_ELEMENTS: usize = 16 * 1024;
 pub(crate) const LANES: usize = 16;
 
 /// A floating-point type that the loops are written for.
-pub trait Real: WithDType + Vectorized + std::ops::Neg<Output = Self> + std::iter::Sum {
+pub trait Real:
+    WithDType + Vectorized + Reusable + std::ops::Neg<Output = Self> + std::iter::Sum
+{
     /// Zero.
     const ZERO: Self;
     /// One.
@@ -74,8 +76,6 @@ pub trait Real: WithDType + Vectorized + std::ops::Neg<Output = Self> + std::ite
     ///
     /// Fails if the storage holds another type.
     fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
-    /// Returns the buffers of this type that nobody has.
-    fn free_buffers() -> &'static FreeBuffers<Self>;
 }
 
 impl Real for f32 {
@@ -129,11 +129,6 @@ impl Real for f32 {
             _ => candle_core::bail!("expected a storage of f32"),
         }
     }
-
-    fn free_buffers() -> &'static FreeBuffers<Self> {
-        static FREE: FreeBuffers<f32> = FreeBuffers::new();
-        &FREE
-    }
 }
 
 impl Real for f64 {
@@ -166,11 +161,6 @@ impl Real for f64 {
             CpuStorage::F64(values) => Ok(values),
             _ => candle_core::bail!("expected a storage of f64"),
         }
-    }
-
-    fn free_buffers() -> &'static FreeBuffers<Self> {
-        static FREE: FreeBuffers<f64> = FreeBuffers::new();
-        &FREE
     }
 }
 

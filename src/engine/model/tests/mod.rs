@@ -5,7 +5,7 @@ mod formats;
 
 use super::tests_support::{formula_weights, golden_folder, random_tokens, scaled_llama, toy};
 use super::*;
-use crate::engine::RowId;
+use crate::engine::{KvCache, RowId};
 
 pub(super) fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
     build(toy(kind), dtype, trainable, true)
@@ -252,6 +252,61 @@ fn cached_decoding_has_the_bits_of_the_full_pass(
     for (sequence, found) in sequences.iter().zip(&found) {
         let full = logits(&decoder, &PackedBatch::from_sequences([sequence]));
         assert_eq!(found, &full);
+    }
+}
+
+/// What is left out of a prompt's last layer changes no bit of what is not, nor of what follows.
+#[rstest]
+fn last_tokens_have_the_bits_of_the_whole_pass(
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+    #[values(true, false)] is_fused: bool,
+) {
+    let decoder = build(toy(kind), DType::F32, &Trainable::Frozen, is_fused);
+    let adapter = build(toy(kind), DType::F32, &lora(), is_fused)
+        .adapter(None)
+        .unwrap();
+    let id = decoder.add_adapter("one", &adapter).unwrap();
+    let mut caches = [(); 2].map(|()| decoder.new_cache(1000));
+    let ids = (caches.each_mut()).map(|cache| [(); 4].map(|()| cache.add_row()));
+    let [whole, part] = &mut caches;
+    let mut lengths = [0; 4];
+    for (step, lens) in [[5, 70, 3, 0], [1, 1, 40, 2], [1, 1, 1, 1]]
+        .into_iter()
+        .enumerate()
+    {
+        let mut batch = PackedBatch::new();
+        for (row, len) in lens.into_iter().enumerate() {
+            let tokens = random_tokens(len, 19, (step * 4 + row) as u64);
+            batch.push_adapted(&tokens, lengths[row], Some(id).filter(|_| row % 2 == 1));
+        }
+        let hidden = rows(&decoder.hidden_cached(&batch, whole, &ids[0]).unwrap());
+        let pass = |part: &mut KvCache, wanted: &[usize]| {
+            let found = decoder.last_hidden_cached(&batch, part, &ids[1], wanted);
+            let found = rows(&found.unwrap());
+            let last = |&segment: &usize| &hidden[batch.segments()[segment].end - 1];
+            assert!(found.iter().eq(wanted.iter().map(last)), "{wanted:?}");
+        };
+        pass(part, &[2, 0]);
+        for wanted in [&[][..], &[1]] {
+            for (&id, &len) in ids[1].iter().zip(&lengths) {
+                part.truncate(id, len).unwrap();
+            }
+            pass(part, wanted);
+        }
+        for (length, len) in lengths.iter_mut().zip(lens) {
+            *length += len;
+        }
+    }
+    let mut batch = PackedBatch::new();
+    batch.push(&[], 0);
+    for missing in [0, 1] {
+        let error = decoder
+            .last_hidden_cached(&batch, part, &ids[1][..1], &[missing])
+            .unwrap_err();
+        assert!(
+            error.to_string().contains("last token is asked for"),
+            "{error}"
+        );
     }
 }
 

@@ -152,6 +152,37 @@ impl<T: Real> KeyValues<T> for PackedKeyValues<'_, T> {
     }
 }
 
+/// The last tokens of some segments of `source`, each a segment of its own.
+pub(crate) struct LastTokens<'a, S> {
+    pub(crate) source: &'a S,
+    pub(crate) all: &'a [Range<usize>],
+    /// Indices into `all`; none of an empty segment.
+    pub(crate) segments: &'a [usize],
+}
+
+impl<T, S: KeyValues<T>> KeyValues<T> for LastTokens<'_, S> {
+    fn history(&self, segment: usize) -> usize {
+        let segment = self.segments[segment];
+        self.source.history(segment) + self.all[segment].len() - 1
+    }
+
+    fn gather(&self, segment: usize, kv_head: usize, keys: usize, scratch: &mut Vec<T>) {
+        self.source
+            .gather(self.segments[segment], kv_head, keys, scratch);
+    }
+
+    fn block<'a>(
+        &'a self,
+        segment: usize,
+        kv_head: usize,
+        index: usize,
+        scratch: &'a [T],
+    ) -> &'a [T] {
+        self.source
+            .block(self.segments[segment], kv_head, index, scratch)
+    }
+}
+
 /// What [`attend`] returns.
 pub(crate) struct Attention<T: Real> {
     /// Weighted values, `[n, heads * head_dim]`.
@@ -338,14 +369,41 @@ fn attend_rows<'k, T: Real, const R: usize>(
         log_sum_exp[row] = max + sum.ln();
     }
     let whole = head_dim - head_dim % LANES;
-    for first in (0..whole).step_by(LANES) {
+    let scores: [&[T]; R] = std::array::from_fn(|row| &scores[row * stride..][..longest]);
+    let pairs = head_dim - head_dim % (2 * LANES);
+    for first in (0..pairs).step_by(2 * LANES) {
+        let mut sums = [[[T::ZERO; LANES]; 2]; R];
+        for (index, start) in (0..longest).step_by(KEYS_PER_BLOCK).enumerate() {
+            let values = &block(index)[head_dim * KEYS_PER_BLOCK + first..];
+            let keys = KEYS_PER_BLOCK.min(longest - start);
+            let scores: [&[T]; R] = std::array::from_fn(|row| &scores[row][start..start + keys]);
+            for key in 0..keys {
+                let (low, high) = values[key * head_dim..][..2 * LANES].split_at(LANES);
+                for row in 0..R {
+                    let score = scores[row][key];
+                    let [sum_low, sum_high] = &mut sums[row];
+                    add_scaled(sum_low, score, low);
+                    add_scaled(sum_high, score, high);
+                }
+            }
+        }
+        for row in 0..R {
+            let output = &mut output[row * head_dim + first..][..2 * LANES];
+            for (output, sums) in output.chunks_exact_mut(LANES).zip(&sums[row]) {
+                for (output, &sum) in output.iter_mut().zip(sums) {
+                    *output = sum * inverse[row];
+                }
+            }
+        }
+    }
+    for first in (pairs..whole).step_by(LANES) {
         let mut sums = [[T::ZERO; LANES]; R];
         for key in 0..longest {
             let values = &block(key / KEYS_PER_BLOCK)[head_dim * KEYS_PER_BLOCK..];
             let at = key % KEYS_PER_BLOCK * head_dim + first;
             let values = &values[at..at + LANES];
             for row in 0..R {
-                add_scaled(&mut sums[row], scores[row * stride + key], values);
+                add_scaled(&mut sums[row], scores[row][key], values);
             }
         }
         for row in 0..R {
@@ -361,7 +419,7 @@ fn attend_rows<'k, T: Real, const R: usize>(
             for key in 0..longest {
                 let values = &block(key / KEYS_PER_BLOCK)[head_dim * KEYS_PER_BLOCK..];
                 let value = values[key % KEYS_PER_BLOCK * head_dim + d];
-                sum = scores[row * stride + key].mul_add(value, sum);
+                sum = scores[row][key].mul_add(value, sum);
             }
             output[row * head_dim + d] = sum * inverse[row];
         }

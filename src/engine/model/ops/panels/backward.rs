@@ -10,8 +10,9 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::kernel::{Level, Tile};
-use super::stored::{Panel, Source, Wide};
-use super::{Groups, PANEL, Panels, Real, Target, Write};
+use super::pairs::{self, RowPairs, pairs_of};
+use super::stored::{Pairs, Panel, Source, Wide};
+use super::{Buffer, Groups, PANEL, Panels, Real, Target, Write};
 
 /// Outputs of a matrix that are turned at a time: half of a core's second-level cache.
 const OUTPUTS_AT_A_TIME: usize = 4096;
@@ -26,25 +27,44 @@ const MIN_GROUPS: usize = 8;
 const TASKS_PER_THREAD: usize = 4;
 
 /// Rows of tokens as the kernels read them.
-pub(crate) struct PackedRows<T> {
-    values: Vec<T>,
+pub(crate) struct PackedRows<T: Real> {
+    /// Empty if no weights read them so.
+    values: Buffer<T>,
+    /// For weights that take pairs.
+    pairs: Option<RowPairs>,
     groups: Groups,
     width: usize,
 }
 
 impl<T: Real> PackedRows<T> {
-    /// Packs columns of `x` `[m, width]`.
+    /// Packs columns of `x` `[m, width]` for products with `weights`.
     ///
     /// # Panics
     ///
     /// Panics if `x` has another size or fewer columns.
-    pub(crate) fn new(x: &[T], m: usize, columns: Range<usize>, width: usize) -> Self {
+    pub(crate) fn new(
+        x: &[T],
+        m: usize,
+        columns: Range<usize>,
+        width: usize,
+        weights: &[&Panels<T>],
+    ) -> Self {
         assert_eq!(x.len(), m * width, "size of the rows");
         assert!(columns.end <= width, "columns of the rows");
+        let pairs = (weights.iter().any(|weight| weight.takes_pairs()))
+            .then(|| RowPairs::new(x, m, columns.clone(), width));
         let groups = Groups::new(m, Level::best().rows());
-        let mut values = vec![T::ZERO; m * columns.len()];
+        if weights.iter().all(|weight| weight.takes_pairs()) {
+            return Self {
+                values: Buffer::new(0),
+                pairs,
+                groups,
+                width: columns.len(),
+            };
+        }
+        let mut values = Buffer::new(m * columns.len());
         let mut parts = Vec::with_capacity(groups.count);
-        let mut rest = values.as_mut_slice();
+        let mut rest = &mut values[..];
         for group in 0..groups.count {
             let rows = groups.rows(group);
             let (part, after) = rest.split_at_mut(rows.len() * columns.len());
@@ -65,21 +85,38 @@ impl<T: Real> PackedRows<T> {
             });
         Self {
             values,
+            pairs,
             groups,
             width: columns.len(),
         }
     }
 
-    fn group(&self, group: usize, columns: Range<usize>) -> (Range<usize>, &[T]) {
+    /// Returns some columns of a group's rows, times a panel. In pairs the first column is even.
+    fn tile<'a>(&'a self, group: usize, columns: Range<usize>, panel: Panel<'a, T>) -> Tile<'a, T> {
         let rows = self.groups.rows(group);
+        if let Panel::Pairs(_) = panel {
+            let first = columns.start / 2;
+            let columns = first..first + pairs_of(columns.len());
+            let pairs = (self.pairs.as_ref()).map(|pairs| pairs.tile(rows.clone(), columns));
+            return Tile {
+                x: &[],
+                pairs,
+                rows: rows.len(),
+                panel,
+            };
+        }
         let values = &self.values[rows.start * self.width..rows.end * self.width];
-        let part = &values[columns.start * rows.len()..columns.end * rows.len()];
-        (rows, part)
+        Tile {
+            x: &values[columns.start * rows.len()..columns.end * rows.len()],
+            pairs: None,
+            rows: rows.len(),
+            panel,
+        }
     }
 }
 
 /// `alpha * dy W`, or the part of it that some outputs have.
-pub(crate) struct Term<'a, T> {
+pub(crate) struct Term<'a, T: Real> {
     pub(crate) alpha: T,
     /// As many columns as `outputs`.
     pub(crate) dy: &'a PackedRows<T>,
@@ -88,7 +125,7 @@ pub(crate) struct Term<'a, T> {
     pub(crate) outputs: Range<usize>,
 }
 
-impl<'a, T> Term<'a, T> {
+impl<'a, T: Real> Term<'a, T> {
     /// Returns the product with the whole matrix.
     pub(crate) fn new(alpha: T, dy: &'a PackedRows<T>, weight: &'a Panels<T>) -> Self {
         Self {
@@ -125,7 +162,7 @@ pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx:
     let level = Level::best();
     (0..chunks * blocks)
         .into_par_iter()
-        .for_each_init(Vec::new, |turned: &mut Vec<T>, task| {
+        .for_each_init(Turned::default, |turned, task| {
             let (chunk, block) = (task / blocks, task % blocks);
             let column = block * PANEL;
             let width = PANEL.min(inputs - column);
@@ -134,22 +171,21 @@ pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx:
                 for from in (0..term.dy.width).step_by(OUTPUTS_AT_A_TIME) {
                     let part = from..term.dy.width.min(from + OUTPUTS_AT_A_TIME);
                     let outputs = term.outputs.start + part.start..term.outputs.start + part.end;
-                    term.weight.turn(outputs, column..column + width, turned);
-                    let panel = &turned[..part.len() * PANEL];
+                    let panel = term.weight.turn(outputs, column..column + width, turned);
                     let share = chunk * groups.count / chunks..(chunk + 1) * groups.count / chunks;
                     for group in share {
-                        let (rows, x) = term.dy.group(group, part.clone());
-                        let tile = Tile {
-                            x,
-                            rows: rows.len(),
-                            panel: Panel::Wide(Wide(panel)),
-                        };
-                        level.multiply(tile, |row, sums| {
-                            #[expect(unsafe_code, reason = "tasks write to the same rows")]
-                            // SAFETY: a task has its columns of its groups' rows to itself.
-                            let dx = unsafe { target.part(rows.start + row, column, width) };
-                            write.join(term.alpha, sums, dx);
-                        });
+                        let rows = groups.rows(group);
+                        let tile = term.dy.tile(group, part.clone(), panel);
+                        level.multiply(
+                            tile,
+                            #[inline(always)]
+                            |row, sums| {
+                                #[expect(unsafe_code, reason = "tasks write to the same rows")]
+                                // SAFETY: a task has its columns of its groups' rows to itself.
+                                let dx = unsafe { target.part(rows.start + row, column, width) };
+                                write.join(term.alpha, sums, dx);
+                            },
+                        );
                     }
                     write = Write::Add;
                 }
@@ -157,21 +193,61 @@ pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx:
         });
 }
 
+/// One thread's panels of turned columns.
+struct Turned<T> {
+    wide: Vec<T>,
+    pairs: Vec<u32>,
+}
+
+impl<T> Default for Turned<T> {
+    fn default() -> Self {
+        Self {
+            wide: Vec::new(),
+            pairs: Vec::new(),
+        }
+    }
+}
+
 impl<T: Real> Panels<T> {
-    /// Writes some columns of the matrix, a panel's at most, to `turned`: `[outputs, PANEL]`.
-    fn turn(&self, outputs: Range<usize>, columns: Range<usize>, turned: &mut Vec<T>) {
-        if turned.len() < outputs.len() * PANEL {
-            turned.resize(outputs.len() * PANEL, T::ZERO);
+    /// Returns some columns of the matrix, a panel's at most: `[outputs, PANEL]`, in pairs of outputs
+    /// if products take pairs.
+    fn turn<'a>(
+        &self,
+        outputs: Range<usize>,
+        columns: Range<usize>,
+        turned: &'a mut Turned<T>,
+    ) -> Panel<'a, T> {
+        let Turned { wide, pairs } = turned;
+        let wide_len = match self.takes_pairs() {
+            true => 0,
+            false => outputs.len() * PANEL,
+        };
+        if wide.len() < wide_len {
+            wide.resize(wide_len, T::ZERO);
         }
         let first = outputs.start / PANEL;
-        let rows = turned[..outputs.len() * PANEL].chunks_mut(PANEL * PANEL);
+        let rows = wide[..wide_len].chunks_mut(PANEL * PANEL);
         for (index, rows) in rows.enumerate() {
             match self.panel(first + index) {
                 Panel::Wide(panel) => turn_panel(panel, columns.clone(), rows),
                 Panel::Bf16(panel) => turn_panel(panel, columns.clone(), rows),
                 Panel::Int8(panel) => turn_panel(panel, columns.clone(), rows),
+                Panel::Pairs(panel) => turn_panel(panel, columns.clone(), rows),
             }
         }
+        if !self.takes_pairs() {
+            return Panel::Wide(Wide(&wide[..wide_len]));
+        }
+        let len = pairs_of(outputs.len()) * PANEL;
+        if pairs.len() < len {
+            pairs.resize(len, 0);
+        }
+        for (index, rows) in pairs[..len].chunks_mut(PANEL * PANEL / 2).enumerate() {
+            if let Panel::Pairs(panel) = self.panel(first + index) {
+                pairs::turn_panel(panel.0, columns.clone(), rows);
+            }
+        }
+        Panel::Pairs(Pairs(&pairs[..len]))
     }
 }
 
@@ -244,27 +320,32 @@ pub(crate) fn add_outer_products<T: Real>(
                     let rows = groups.rows(group);
                     let tile = Tile {
                         x,
+                        pairs: None,
                         rows: rows.len(),
                         panel: Panel::Wide(Wide(panel)),
                     };
-                    level.multiply(tile, |row, products| {
-                        let row = rows.start + row;
-                        #[expect(unsafe_code, reason = "tasks write to the same rows")]
-                        match orientation {
-                            Orientation::Upright => {
-                                // SAFETY: a task has its columns of all rows to itself.
-                                let sums = unsafe { target.part(row, column, count) };
-                                Write::Add.join(alpha, products, sums);
-                            }
-                            Orientation::Turned => {
-                                for (at, product) in products[..count].iter().enumerate() {
-                                    // SAFETY: a task has its rows to itself.
-                                    let sum = unsafe { target.part(column + at, row, 1) };
-                                    Write::Add.join(alpha, std::slice::from_ref(product), sum);
+                    level.multiply(
+                        tile,
+                        #[inline(always)]
+                        |row, products| {
+                            let row = rows.start + row;
+                            #[expect(unsafe_code, reason = "tasks write to the same rows")]
+                            match orientation {
+                                Orientation::Upright => {
+                                    // SAFETY: a task has its columns of all rows to itself.
+                                    let sums = unsafe { target.part(row, column, count) };
+                                    Write::Add.join(alpha, products, sums);
+                                }
+                                Orientation::Turned => {
+                                    for (at, product) in products[..count].iter().enumerate() {
+                                        // SAFETY: a task has its rows to itself.
+                                        let sum = unsafe { target.part(column + at, row, 1) };
+                                        Write::Add.join(alpha, std::slice::from_ref(product), sum);
+                                    }
                                 }
                             }
-                        }
-                    });
+                        },
+                    );
                 }
             },
         );

@@ -4,6 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::Real;
 use super::PANEL;
+use super::pairs::{Dots, RowTile};
 use super::stored::{Panel, Source};
 
 /// Vectors of outputs that a kernel has accumulators for, for each row.
@@ -152,7 +153,12 @@ impl Level {
         tile: Tile<'_, T>,
         write: impl FnMut(usize, &[T; PANEL]),
     ) {
-        let Tile { x, rows, panel } = tile;
+        let Tile {
+            x,
+            pairs,
+            rows,
+            panel,
+        } = tile;
         match panel {
             Panel::Wide(panel) => self.run(Multiply {
                 x,
@@ -172,6 +178,19 @@ impl Level {
                 panel,
                 write,
             }),
+            Panel::Pairs(panel) => {
+                let x = pairs.expect("rows are in pairs where weights are");
+                self.dots().multiply(x, panel.0, write);
+            }
+        }
+    }
+
+    /// Returns how this level makes sums of pairs.
+    fn dots(self) -> Dots {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::V4 => Dots::best(),
+            _ => Dots::Emulated,
         }
     }
 
@@ -199,8 +218,10 @@ impl Level {
 /// Rows of tokens and a panel to multiply them with.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a, T> {
-    /// The first input of all rows, then the second.
+    /// The first input of all rows, then the second. Empty if only pairs are read.
     pub(super) x: &'a [T],
+    /// The same rows in pairs, for a panel of them.
+    pub(super) pairs: Option<RowTile<'a>>,
     pub(super) rows: usize,
     pub(super) panel: Panel<'a, T>,
 }

@@ -8,6 +8,7 @@
 
 mod backward;
 mod kernel;
+mod pairs;
 mod stored;
 
 use std::any::Any;
@@ -16,10 +17,11 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::{Buffer, Real, Values, Write, into_tensor};
+use super::{Buffer, LANES, Real, Values, Write, into_tensor};
 pub(crate) use backward::{Orientation, PackedRows, Term, add_outer_products, linears_backward};
 pub(super) use kernel::Vectorized;
 use kernel::{Level, Tile};
+use pairs::RowPairs;
 pub use stored::WeightFormat;
 use stored::{Panel, Source, Stored};
 
@@ -106,8 +108,14 @@ impl<T: Real> Panels<T> {
         match self.panel(panel) {
             Panel::Wide(panel) => copy(panel, column, row),
             Panel::Bf16(panel) => copy(panel, column, row),
+            Panel::Pairs(panel) => copy(panel, column, row),
             Panel::Int8(panel) => copy(panel, column, row),
         }
+    }
+
+    /// Returns whether products with this matrix read rows in pairs of bf16.
+    fn takes_pairs(&self) -> bool {
+        matches!(self.values, Stored::Pairs(_))
     }
 
     fn panels(&self) -> usize {
@@ -245,7 +253,10 @@ fn run<T: Real>(level: Level, alpha: T, x: &[T], m: usize, products: Vec<Product
         targets.push((weight, write, Target::new(y, m, weight.outputs)));
     }
     let groups = Groups::new(m, level.rows());
-    let packed = (m > 1).then(|| groups.pack(x, inputs));
+    let pairs = (targets.iter().any(|(weight, ..)| weight.takes_pairs()))
+        .then(|| RowPairs::new(x, m, 0..inputs, inputs));
+    let is_wide = targets.iter().any(|(weight, ..)| !weight.takes_pairs());
+    let packed = (is_wide && m > 1).then(|| groups.pack(x, inputs));
     let x = packed.as_deref().unwrap_or(x);
     // All panels of all products, for some groups of rows each: neighbouring tasks share the rows,
     // which stay in the cache while the panels pass by.
@@ -268,22 +279,29 @@ fn run<T: Real>(level: Level, alpha: T, x: &[T], m: usize, products: Vec<Product
                     None => break product,
                 }
             };
+            let column = panel * PANEL;
+            let width = PANEL.min(weight.outputs - column);
+            let panel = weight.panel(panel);
             let first = chunk * groups_per_task;
             for group in first..groups.count.min(first + groups_per_task) {
                 let rows = groups.rows(group);
                 let tile = Tile {
                     x: &x[rows.start * inputs..rows.end * inputs],
+                    pairs: pairs.as_ref().map(|pairs| pairs.rows(rows.clone())),
                     rows: rows.len(),
-                    panel: weight.panel(panel),
+                    panel,
                 };
-                let column = panel * PANEL;
-                let width = PANEL.min(weight.outputs - column);
-                level.multiply(tile, |row, sums: &[T; PANEL]| {
-                    #[expect(unsafe_code, reason = "tasks write to the same rows")]
-                    // SAFETY: a task has its panel's columns of its groups' rows to itself.
-                    let y = unsafe { target.part(rows.start + row, column, width) };
-                    write.join(alpha, sums, y);
-                });
+                level.multiply(
+                    tile,
+                    // Compiled for the level's instructions only as a part of the kernel.
+                    #[inline(always)]
+                    |row, sums: &[T; PANEL]| {
+                        #[expect(unsafe_code, reason = "tasks write to the same rows")]
+                        // SAFETY: a task has its panel's columns of its groups' rows to itself.
+                        let y = unsafe { target.part(rows.start + row, column, width) };
+                        write.join(alpha, sums, y);
+                    },
+                );
             }
         });
 }
@@ -292,14 +310,28 @@ impl Write {
     /// Writes or adds `alpha` times as many sums as `y` has places.
     #[inline(always)]
     fn join<T: Real>(self, alpha: T, sums: &[T], y: &mut [T]) {
+        // Whole vectors first: a loop of any length is not made into them.
+        let (vectors, rest) = y.as_chunks_mut::<LANES>();
+        let (vector_sums, _) = sums.as_chunks::<LANES>();
+        let whole = vectors.len() * LANES;
         match self {
             Self::Replace => {
-                for (y, &sum) in y.iter_mut().zip(sums) {
+                for (y, sums) in vectors.iter_mut().zip(vector_sums) {
+                    for (y, &sum) in y.iter_mut().zip(sums) {
+                        *y = alpha * sum;
+                    }
+                }
+                for (y, &sum) in rest.iter_mut().zip(&sums[whole..]) {
                     *y = alpha * sum;
                 }
             }
             Self::Add => {
-                for (y, &sum) in y.iter_mut().zip(sums) {
+                for (y, sums) in vectors.iter_mut().zip(vector_sums) {
+                    for (y, &sum) in y.iter_mut().zip(sums) {
+                        *y = alpha.mul_add(sum, *y);
+                    }
+                }
+                for (y, &sum) in rest.iter_mut().zip(&sums[whole..]) {
                     *y = alpha.mul_add(sum, *y);
                 }
             }

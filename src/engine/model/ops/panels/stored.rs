@@ -7,6 +7,7 @@
 use rayon::prelude::*;
 
 use super::super::Real;
+use super::pairs::{number, pair, pairs_of, round};
 use super::{ALIGNMENT, PANEL, ask_for_huge_pages};
 
 /// How weights that no training changes are kept on the CPU.
@@ -17,17 +18,21 @@ pub enum WeightFormat {
     Wide,
     /// The upper half of an `f32`: nothing is lost of a checkpoint in bf16.
     Bf16,
+    /// In bf16, and multiplied so: rows of tokens are rounded to bf16 where they meet the weights, in
+    /// both directions. Sums stay in `f32`.
+    Bf16Products,
     /// Integers of 8 bits with a scale for each 32 inputs of an output, as in GGUF's `Q8_0`.
     Int8,
 }
 
 impl WeightFormat {
-    /// Returns the name, as in `model.dtype`.
+    /// Returns the name: as in `model.dtype`, or what `model.compute_dtype` makes of it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Wide => "f32",
             Self::Bf16 => "bf16",
+            Self::Bf16Products => "bf16 products",
             Self::Int8 => "int8",
         }
     }
@@ -45,6 +50,7 @@ impl WeightFormat {
         let row = match self {
             Self::Wide => number_bytes * inputs,
             Self::Bf16 => size_of::<u16>() * inputs,
+            Self::Bf16Products => size_of::<u32>() * pairs_of(inputs),
             Self::Int8 => inputs + size_of::<f32>() * inputs.div_ceil(BLOCK),
         };
         rows * row as u64
@@ -80,6 +86,7 @@ impl<T: Copy + Send + Sync> Aligned<T> {
 pub(super) enum Stored<T> {
     Wide(Aligned<T>),
     Bf16(Aligned<u16>),
+    Pairs(Aligned<u32>),
     Int8(Aligned<i8>, Aligned<f32>),
 }
 
@@ -99,6 +106,11 @@ impl<T: Real> Stored<T> {
                     to_bf16(value.to_single())
                 });
                 Self::Bf16(values)
+            }
+            WeightFormat::Bf16Products => {
+                let mut values = Aligned::new(panels * pairs_of(inputs) * PANEL, 0);
+                fill_pairs(values.get_mut(), weight, inputs);
+                Self::Pairs(values)
             }
             WeightFormat::Int8 => {
                 let blocks = inputs.div_ceil(BLOCK);
@@ -126,6 +138,10 @@ impl<T: Real> Stored<T> {
         match self {
             Self::Wide(values) => Panel::Wide(Wide(&values.get()[index * len..][..len])),
             Self::Bf16(values) => Panel::Bf16(Bf16(&values.get()[index * len..][..len])),
+            Self::Pairs(values) => {
+                let len = pairs_of(inputs) * PANEL;
+                Panel::Pairs(Pairs(&values.get()[index * len..][..len]))
+            }
             Self::Int8(values, scales) => {
                 let blocks = inputs.div_ceil(BLOCK) * PANEL;
                 Panel::Int8(Int8 {
@@ -154,6 +170,25 @@ fn fill<T: Real, U: Send>(
             for (column, row) in rows.chunks_exact(inputs).enumerate() {
                 for (outputs, &value) in panel.chunks_exact_mut(PANEL).zip(row) {
                     outputs[column] = narrow(value);
+                }
+            }
+        });
+}
+
+/// Lays rows of pairs side by side, panel for panel.
+fn fill_pairs<T: Real>(values: &mut [u32], weight: &[T], inputs: usize) {
+    if inputs == 0 {
+        return;
+    }
+    values
+        .par_chunks_exact_mut(pairs_of(inputs) * PANEL)
+        .zip(weight.par_chunks(inputs * PANEL))
+        .for_each(|(panel, rows)| {
+            for (column, row) in rows.chunks_exact(inputs).enumerate() {
+                for (outputs, numbers) in panel.chunks_exact_mut(PANEL).zip(row.chunks(2)) {
+                    let [first, second] =
+                        [0, 1].map(|at| numbers.get(at).map_or(0, |x| round(x.to_single())));
+                    outputs[column] = pair(first, second);
                 }
             }
         });
@@ -195,6 +230,7 @@ fn quantize<T: Real>(column: usize, row: &[T], values: &mut [i8], scales: &mut [
 pub(super) enum Panel<'a, T> {
     Wide(Wide<'a, T>),
     Bf16(Bf16<'a>),
+    Pairs(Pairs<'a>),
     Int8(Int8<'a>),
 }
 
@@ -226,6 +262,22 @@ impl<T: Real> Source<T> for Bf16<'_> {
         let mut wide = [T::ZERO; N];
         for (wide, &value) in wide.iter_mut().zip(outputs) {
             *wide = T::from_single(f32::from_bits(u32::from(value) << 16));
+        }
+        wide
+    }
+}
+
+/// Two inputs of each output side by side: `[pairs, PANEL]`.
+#[derive(Clone, Copy)]
+pub(super) struct Pairs<'a>(pub(super) &'a [u32]);
+
+impl<T: Real> Source<T> for Pairs<'_> {
+    #[inline(always)]
+    fn wide<const N: usize>(&self, input: usize, first: usize) -> [T; N] {
+        let outputs = &self.0[input / 2 * PANEL + first..][..N];
+        let mut wide = [T::ZERO; N];
+        for (wide, &pair) in wide.iter_mut().zip(outputs) {
+            *wide = T::from_single(number(pair, input % 2 == 1));
         }
         wide
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn fill(len: usize, seed: u32) -> Vec<f32> {
+pub(super) fn fill(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
     (0..len)
         .map(|_| {
@@ -12,7 +12,7 @@ fn fill(len: usize, seed: u32) -> Vec<f32> {
         .collect()
 }
 
-fn product(level: Level, x: &[f32], m: usize, weight: &Panels<f32>) -> Vec<f32> {
+pub(super) fn product(level: Level, x: &[f32], m: usize, weight: &Panels<f32>) -> Vec<f32> {
     let mut y = vec![f32::NAN; m * weight.outputs];
     let write = Write::Replace;
     let product = Product {
@@ -25,7 +25,7 @@ fn product(level: Level, x: &[f32], m: usize, weight: &Panels<f32>) -> Vec<f32> 
 }
 
 /// Odd and even, below and above a panel, a tile and a task.
-const SHAPES: [(usize, usize); 8] = [
+pub(super) const SHAPES: [(usize, usize); 8] = [
     (1, 1),
     (5, 3),
     (17, 31),
@@ -38,9 +38,10 @@ const SHAPES: [(usize, usize); 8] = [
 
 #[test]
 fn a_row_does_not_depend_on_the_rows_beside_it() {
-    for level in Level::available() {
+    let formats = [WeightFormat::Wide, WeightFormat::Bf16Products];
+    for (level, format) in Level::available().flat_map(|level| formats.map(|f| (level, f))) {
         for (k, n) in SHAPES {
-            let weight = Panels::pack(&fill(n * k, 2), n, k, WeightFormat::Wide);
+            let weight = Panels::pack(&fill(n * k, 2), n, k, format);
             let x = fill(90 * k, 1);
             let all = product(level, &x, 90, &weight);
             for m in 1..=70 {
@@ -50,7 +51,7 @@ fn a_row_does_not_depend_on_the_rows_beside_it() {
                 assert_eq!(
                     some,
                     all[first * n..(first + m) * n],
-                    "{level:?} k {k} n {n} m {m}"
+                    "{level:?} {format:?} k {k} n {n} m {m}"
                 );
             }
         }
@@ -173,10 +174,16 @@ fn a_packed_matrix_has_as_many_bytes_as_is_said_of_it() {
         match Stored::pack(weight, inputs, format) {
             Stored::Wide(values) => size_of_val(values.get()),
             Stored::Bf16(values) => size_of_val(values.get()),
+            Stored::Pairs(values) => size_of_val(values.get()),
             Stored::Int8(values, scales) => size_of_val(values.get()) + size_of_val(scales.get()),
         }
     }
-    for format in [WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8] {
+    for format in [
+        WeightFormat::Wide,
+        WeightFormat::Bf16,
+        WeightFormat::Bf16Products,
+        WeightFormat::Int8,
+    ] {
         for (inputs, outputs) in SHAPES {
             let said = |number| format.packed_bytes(outputs, inputs, number);
             let single = bytes(format, inputs, &fill(outputs * inputs, 2));
@@ -233,8 +240,8 @@ fn backward_products_match_the_definition() {
             Panels::pack(&v, 5, inputs, WeightFormat::Wide),
         );
         let (packed_dy, packed_dz) = (
-            PackedRows::new(&dy, m, 0..outputs, outputs),
-            PackedRows::new(&dz, m, 0..5, 5),
+            PackedRows::new(&dy, m, 0..outputs, outputs, &[&w_panels]),
+            PackedRows::new(&dz, m, 0..5, 5, &[&v_panels]),
         );
         let terms = [
             Term::new(1.0, &packed_dy, &w_panels),
@@ -264,7 +271,7 @@ fn parts_of_the_outputs_add_up_to_the_whole_product() {
     let (m, inputs, outputs) = (13, 40, 100);
     let (w, dy) = (fill(outputs * inputs, 2), fill(m * outputs, 3));
     let weight = Panels::pack(&w, outputs, inputs, WeightFormat::Wide);
-    let whole = PackedRows::new(&dy, m, 0..outputs, outputs);
+    let whole = PackedRows::new(&dy, m, 0..outputs, outputs, &[&weight]);
     let (mut expected, mut found) = (vec![0.0; m * inputs], vec![f32::NAN; m * inputs]);
     linears_backward(
         &[Term::new(1.0, &whole, &weight)],
@@ -272,7 +279,7 @@ fn parts_of_the_outputs_add_up_to_the_whole_product() {
         &mut expected,
     );
     for (part, write) in [(0..64, Write::Replace), (64..outputs, Write::Add)] {
-        let dy = PackedRows::new(&dy, m, part.clone(), outputs);
+        let dy = PackedRows::new(&dy, m, part.clone(), outputs, &[&weight]);
         let term = Term {
             alpha: 1.0,
             dy: &dy,
