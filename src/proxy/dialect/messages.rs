@@ -254,6 +254,8 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
         ("max_tokens", "max_tokens"),
         ("temperature", "temperature"),
         ("top_p", "top_p"),
+        // Not of this API, and what an episode is repeated by.
+        ("seed", "seed"),
         ("top_k", "top_k"),
         ("stop_sequences", "stop"),
     ] {

@@ -349,6 +349,8 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
         ("max_output_tokens", "max_tokens"),
         ("temperature", "temperature"),
         ("top_p", "top_p"),
+        // Not of this API, and what an episode is repeated by.
+        ("seed", "seed"),
     ] {
         if let Some(value) = take(&mut body, from) {
             chat.insert(to.to_owned(), value);
