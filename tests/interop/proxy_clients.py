@@ -144,6 +144,8 @@ def smolagents_code_agent(address, session):
     agent = CodeAgent(
         tools=[submit], model=model, max_steps=3, verbosity_level=LogLevel.OFF
     )
+    # Its own has thousands of tokens, nearly all of the time that this would take.
+    agent.prompt_templates["system_prompt"] = "Write Python between <code> and </code>."
     agent.run(TASK)
     return None, None
 

@@ -214,6 +214,19 @@ mod tests {
         assert_eq!(parser.finish(), Ok(()));
     }
 
+    #[test]
+    fn the_seeds_of_the_fuzz_target_are_read() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/sse_stream");
+        let entries = fs_err::read_dir(folder).unwrap();
+        let seeds: Vec<Vec<u8>> = entries
+            .map(|entry| fs_err::read(entry.unwrap().path()).unwrap())
+            .collect();
+        assert_eq!(seeds.len(), 3);
+        for seed in seeds {
+            fuzz_sse(&seed);
+        }
+    }
+
     proptest! {
         #[test]
         fn a_stream_may_come_in_any_pieces(
