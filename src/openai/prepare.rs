@@ -2,7 +2,9 @@
 
 use super::wire::{Common, Keys};
 use super::{ApiError, App, ServedModel};
-use crate::engine::{EngineError, EngineHandle, GenerateRequest, SamplingParams, SequenceSeed, ThinkingBudget};
+use crate::engine::{
+    EngineError, EngineHandle, GenerateRequest, SamplingParams, SequenceSeed, ThinkingBudget,
+};
 
 /// Most tokens that end a turn besides the model's.
 const MAX_STOP_TOKENS: usize = 64;

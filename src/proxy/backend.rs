@@ -7,6 +7,7 @@ use tokio::sync::mpsc;
 
 use super::ProxyError;
 use super::dialect::Answer;
+use super::history::Continued;
 use super::record::{Call, CallTokens, Ending};
 use super::session::{Purpose, Session};
 use super::upstream::{Upstream, UpstreamCall};
@@ -123,11 +124,7 @@ impl Backend {
     }
 
     /// Answers a request; text goes to `told` while it comes, all of it before this returns.
-    pub(super) async fn answer(
-        &self,
-        work: &mut Prepared,
-        told: &Told,
-    ) -> Result<Outcome, Ended> {
+    pub(super) async fn answer(&self, work: &mut Prepared, told: &Told) -> Result<Outcome, Ended> {
         match (self, &mut work.work) {
             (
                 Self::Engine { engine, model },
@@ -138,7 +135,9 @@ impl Backend {
                 },
             ) => {
                 let is_trainable = work.why_context.is_none();
-                let generation = engine.submit((**generate).clone()).map_err(ApiError::from)?;
+                let generation = engine
+                    .submit((**generate).clone())
+                    .map_err(ApiError::from)?;
                 let turn = Turn {
                     model,
                     reader,
@@ -188,15 +187,15 @@ impl Backend {
 }
 
 /// The parameters of a model's own distribution.
-const NEUTRAL: [(&str, f64); 8] = [
-    ("temperature", 1.0),
-    ("top_p", 1.0),
-    ("top_k", -1.0),
-    ("min_p", 0.0),
-    ("repetition_penalty", 1.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("min_tokens", 0.0),
+const NEUTRAL: [(&str, i8); 8] = [
+    ("temperature", 1),
+    ("top_p", 1),
+    ("top_k", -1),
+    ("min_p", 0),
+    ("repetition_penalty", 1),
+    ("presence_penalty", 0),
+    ("frequency_penalty", 0),
+    ("min_tokens", 0),
 ];
 
 /// Returns the parameter that draws from another distribution than the model's own, if one does.
@@ -210,8 +209,8 @@ pub(super) fn distorts(body: &Map<String, Value>) -> Option<&'static str> {
         let distorts = number(name).is_some_and(|number| match name {
             "temperature" => number <= 0.0,
             "top_k" => number > 0.0,
-            "top_p" => number < neutral,
-            _ => number != neutral,
+            "top_p" => number < 1.0,
+            _ => number != f64::from(neutral),
         });
         distorts.then_some(name)
     })
@@ -222,11 +221,7 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
     let options = &session.options;
     if options.purpose == Purpose::Train {
         for (name, neutral) in NEUTRAL {
-            let neutral = match name {
-                "top_k" | "min_tokens" => json!(neutral as i64),
-                _ => json!(neutral),
-            };
-            body.insert(name.to_owned(), neutral);
+            body.insert(name.to_owned(), json!(neutral));
         }
         // A seed would make every episode of a group the same.
         body.remove("seed");
@@ -238,7 +233,10 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
         let given = |name: &str| body.get(name).filter(|value| !value.is_null());
         let forced = [
             ("logit_bias", distorts(body) == Some("logit_bias")),
-            ("tool_choice", given("tool_choice").is_some_and(|choice| !is_free(choice))),
+            (
+                "tool_choice",
+                given("tool_choice").is_some_and(|choice| !is_free(choice)),
+            ),
             (
                 "response_format",
                 given("response_format").is_some_and(|format| !is_text(format)),
@@ -246,8 +244,10 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
         ];
         for (name, is_forced) in forced {
             if is_forced {
-                let message = format!("`{name}` makes tokens that the model did not choose freely, \
-                     and this session is for training");
+                let message = format!(
+                    "`{name}` makes tokens that the model did not choose freely, \
+                     and this session is for training"
+                );
                 return Err(ProxyError::invalid(name, message));
             }
         }
@@ -324,8 +324,8 @@ fn go_on(
     sent: &[Value],
     conversation: &Conversation,
 ) -> Option<(Vec<u32>, String)> {
-    let (earlier, covered): (Call, usize) = session.find(setting, sent)?;
-    let new = conversation.messages.get(covered..)?;
+    let (earlier, continued): (Call, Continued) = session.find(setting, sent)?;
+    let new = conversation.messages.get(continued.messages..)?;
     let is_answer = |message: &Message| message.role == Role::Assistant;
     if new.is_empty() || new.iter().any(is_answer) {
         return None;
@@ -338,11 +338,14 @@ fn go_on(
         .ok()?;
     let mut ids = [tokens.prompt(), tokens.completion()].concat();
     match tokens.completion().last() {
-        Some(&last) if last == end => {}
+        Some(&last) if last == end && continued.added.is_empty() => {}
         // Another token that ends turns: the template goes on from its own.
         Some(last) if model.stop_token_ids.contains(last) => return None,
-        // The answer was cut off; it is closed for it.
-        _ => ids.push(end),
+        // The answer was cut off; it is closed for it, after what its agent added.
+        _ => {
+            ids.extend(model.tokenizer.encode_ordinary(&continued.added).ok()?);
+            ids.push(end);
+        }
     }
     ids.extend((model.tokenizer.encode_chat(&suffix.text, &suffix.literal)).ok()?);
     Some((ids, suffix.text))
@@ -393,7 +396,9 @@ impl Turn<'_> {
                     tell(told, delta).await?;
                 }
                 Some(GenerateEvent::Finished { finished, .. }) => {
-                    let turn = finished.text(&self.model.tokenizer).map_err(ApiError::from)?;
+                    let turn = finished
+                        .text(&self.model.tokenizer)
+                        .map_err(ApiError::from)?;
                     let rest = so_far.rest(&self.reader.read(&turn));
                     tell(told, rest).await?;
                     return Ok(self.outcome(&turn, *finished, generate)?);
@@ -477,9 +482,7 @@ impl Turn<'_> {
 /// Tells more of an answer to whoever waits for it.
 pub(super) async fn tell(told: &Told, delta: Delta) -> Result<(), Ended> {
     match told {
-        Some(told) if delta != Delta::default() => {
-            told.send(delta).await.map_err(|_| Ended::Gone)
-        }
+        Some(told) if delta != Delta::default() => told.send(delta).await.map_err(|_| Ended::Gone),
         _ => Ok(()),
     }
 }

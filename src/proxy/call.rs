@@ -83,7 +83,12 @@ pub(super) async fn answer(
             clock,
             requested,
             client_session: client_session(&headers),
-            model: asked.body.get("model").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            model: asked
+                .body
+                .get("model")
+                .and_then(Value::as_str)
+                .unwrap_or_default()
+                .to_owned(),
         };
         call.run(asked).await
     };
@@ -202,10 +207,10 @@ impl UnderWay {
             sender,
             has_begun: false,
         };
-        let work = tokio::spawn(async move {
-            // Whoever is gone needs no error.
+        // Ends what still works for a client that is gone, whoever notices it first.
+        let work = AbortOnDrop(tokio::spawn(async move {
             let _ = streamed.run(prepared).await;
-        });
+        }));
         let mut first = None;
         tokio::select! {
             event = events.recv() => first = event,
@@ -237,11 +242,18 @@ impl UnderWay {
                     break;
                 }
             }
-            // Ends what still works for a client that is gone.
-            drop(events);
-            work.abort();
+            drop(work);
         });
         Ok(Events(body).into_response())
+    }
+}
+
+/// A task that ends with whoever waits for it.
+struct AbortOnDrop(tokio::task::JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 
@@ -352,7 +364,7 @@ fn stop_answer(is_streamed: bool, dialect: &mut dyn Dialect) -> Response {
 }
 
 /// Runs what takes a while beside the tasks.
-async fn blocking<T: Send + 'static>(
+pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ProxyError> + Send + 'static,
 ) -> Result<T, ProxyError> {
     tokio::task::spawn_blocking(work)

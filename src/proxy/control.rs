@@ -18,11 +18,9 @@ use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
 use super::backend::distorts;
-use super::call::{failure, read_body};
+use super::call::{blocking, failure, read_body};
 use super::dialect::Api;
-use super::rollout::{
-    Grade, RowLabels, completion_records, document, trace_entries, trajectories,
-};
+use super::rollout::{Grade, RowLabels, completion_records, document, trace_entries, trajectories};
 use super::session::{Purpose, Session, SessionOptions};
 use super::{App, ProxyError};
 
@@ -43,7 +41,10 @@ const PINNABLE: [&str; 10] = [
 pub(super) fn routes() -> Router<Arc<App>> {
     Router::new()
         .route("/sessions", post(create).get(list))
-        .route("/sessions/{id}", post(create_named).get(status).delete(remove))
+        .route(
+            "/sessions/{id}",
+            post(create_named).get(status).delete(remove),
+        )
         .route("/sessions/{id}/complete", post(complete))
         .route("/sessions/{id}/reset", post(reset))
         .route("/sessions/{id}/rollout", get(rollout))
@@ -68,13 +69,10 @@ fn respond(answer: Result<Value, ProxyError>) -> Response {
     }
 }
 
-/// Returns a session, or OpenEnv's 404.
-fn find(app: &App, id: &str) -> Result<Arc<Session>, Response> {
-    let unknown = || {
-        let body = json!({"error": "unknown session", "detail": "Session not found"});
-        (StatusCode::NOT_FOUND, Json(body)).into_response()
-    };
-    app.sessions.get(id).ok_or_else(unknown)
+/// Returns OpenEnv's 404, which is verl's, too.
+fn unknown() -> Response {
+    let body = json!({"error": "unknown session", "detail": "Session not found"});
+    (StatusCode::NOT_FOUND, Json(body)).into_response()
 }
 
 fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, ProxyError> {
@@ -98,7 +96,10 @@ fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, P
     let object = |name: &'static str, value: Option<Value>| match value {
         None => Ok(Map::new()),
         Some(Value::Object(fields)) => Ok(fields),
-        Some(_) => Err(ProxyError::invalid(name, format!("`{name}` must be an object"))),
+        Some(_) => Err(ProxyError::invalid(
+            name,
+            format!("`{name}` must be an object"),
+        )),
     };
     let pinned = match purpose {
         Purpose::Eval => "eval_sampling",
@@ -106,7 +107,10 @@ fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, P
     };
     let sampling = object("sampling", take(pinned))?;
     let metadata = object("metadata", take("metadata"))?;
-    if let Some(name) = sampling.keys().find(|name| !PINNABLE.contains(&name.as_str())) {
+    if let Some(name) = sampling
+        .keys()
+        .find(|name| !PINNABLE.contains(&name.as_str()))
+    {
         let name: String = name.chars().take(40).collect();
         let message = format!("`sampling` cannot pin `{name}`, only {PINNABLE:?}");
         return Err(ProxyError::invalid("sampling", message));
@@ -164,11 +168,7 @@ fn created(app: &App, session: &Session) -> Value {
     })
 }
 
-async fn create_named(
-    State(app): State<Arc<App>>,
-    Path(id): Path<String>,
-    body: Body,
-) -> Response {
+async fn create_named(State(app): State<Arc<App>>, Path(id): Path<String>, body: Body) -> Response {
     let create = || {
         let options = options(&app, &mut fields(&app, body)?)?;
         let session = app.sessions.create(Some(id), options)?;
@@ -210,7 +210,25 @@ type Switches = Query<IndexMap<String, String>>;
 fn is_on(switches: &Switches, name: &str, default: bool) -> bool {
     match switches.get(name).map(String::as_str) {
         None => default,
-        Some(value) => matches!(value.to_ascii_lowercase().as_str(), "true" | "1" | "yes" | "on"),
+        Some(value) => matches!(
+            value.to_ascii_lowercase().as_str(),
+            "true" | "1" | "yes" | "on"
+        ),
+    }
+}
+
+/// Answers from what a session holds, beside the tasks: a long session takes a while to lay out.
+async fn read(
+    app: &App,
+    id: &str,
+    answer: impl FnOnce(&Session) -> Response + Send + 'static,
+) -> Response {
+    let Some(session) = app.sessions.get(id) else {
+        return unknown();
+    };
+    match blocking(move || Ok(answer(&session))).await {
+        Ok(response) => response,
+        Err(error) => failure(Api::Chat, &error),
     }
 }
 
@@ -219,15 +237,14 @@ async fn status(
     Path(id): Path<String>,
     switches: Switches,
 ) -> Response {
-    let session = match find(&app, &id) {
-        Ok(session) => session,
-        Err(unknown) => return unknown,
-    };
-    let mut answer = progress(&session);
-    if is_on(&switches, "turns", true) {
-        answer["turns"] = Value::from(completion_records(&session.lock().graph));
-    }
-    Json(answer).into_response()
+    read(&app, &id, move |session| {
+        let mut answer = progress(session);
+        if is_on(&switches, "turns", true) {
+            answer["turns"] = Value::from(completion_records(&session.lock().graph));
+        }
+        Json(answer).into_response()
+    })
+    .await
 }
 
 async fn remove(State(app): State<Arc<App>>, Path(id): Path<String>) -> Json<Value> {
@@ -241,9 +258,8 @@ async fn remove(State(app): State<Arc<App>>, Path(id): Path<String>) -> Json<Val
 }
 
 async fn complete(State(app): State<Arc<App>>, Path(id): Path<String>, body: Body) -> Response {
-    let session = match find(&app, &id) {
-        Ok(session) => session,
-        Err(unknown) => return unknown,
+    let Some(session) = app.sessions.get(&id) else {
+        return unknown();
     };
     let complete = || {
         let told = Value::Object(fields(&app, body)?);
@@ -254,9 +270,8 @@ async fn complete(State(app): State<Arc<App>>, Path(id): Path<String>, body: Bod
 }
 
 async fn reset(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
-    let session = match find(&app, &id) {
-        Ok(session) => session,
-        Err(unknown) => return unknown,
+    let Some(session) = app.sessions.get(&id) else {
+        return unknown();
     };
     respond(session.reset().map(|attempt| {
         json!({
@@ -273,66 +288,54 @@ async fn rollout(
     Path(id): Path<String>,
     switches: Switches,
 ) -> Response {
-    match find(&app, &id) {
-        Ok(session) => {
-            let include_discarded = is_on(&switches, "include_discarded", false);
-            let include_messages = is_on(&switches, "include_messages", false);
-            let state = session.lock();
-            Json(document(
-                &session,
-                &state,
-                include_discarded,
-                include_messages,
-            ))
-            .into_response()
-        }
-        Err(unknown) => unknown,
-    }
+    read(&app, &id, move |session| {
+        let include_discarded = is_on(&switches, "include_discarded", false);
+        let include_messages = is_on(&switches, "include_messages", false);
+        let state = session.lock();
+        let document = document(session, &state, include_discarded, include_messages);
+        drop(state);
+        Json(document).into_response()
+    })
+    .await
 }
 
 async fn entries(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
-    let session = match find(&app, &id) {
-        Ok(session) => session,
-        Err(unknown) => return unknown,
-    };
-    let entries = trace_entries(&session, &session.lock());
-    match entries {
-        Ok(entries) => Json(json!({"session_id": id, "entries": entries})).into_response(),
-        Err(error) => {
-            let body = json!({"session_id": id, "error": error});
-            (StatusCode::CONFLICT, Json(body)).into_response()
+    read(&app, &id, |session| {
+        let entries = trace_entries(session, &session.lock());
+        let id = &session.id;
+        match entries {
+            Ok(entries) => Json(json!({"session_id": id, "entries": entries})).into_response(),
+            Err(error) => {
+                let body = json!({"session_id": id, "error": error});
+                (StatusCode::CONFLICT, Json(body)).into_response()
+            }
         }
-    }
+    })
+    .await
 }
 
 /// Returns the rows as lines of a rollout file, with the labels that the query gives.
 async fn rows(State(app): State<Arc<App>>, Path(id): Path<String>, labels: Switches) -> Response {
-    let session = match find(&app, &id) {
-        Ok(session) => session,
-        Err(unknown) => return unknown,
-    };
     let labels = match read_labels(&id, &labels) {
         Ok(labels) => labels,
         Err(error) => return failure(Api::Chat, &error),
     };
-    let is_eval = session.options.purpose == Purpose::Eval;
-    let rows = match is_eval {
-        true => Vec::new(),
-        false => trajectories(&session.lock().graph, &labels),
-    };
-    let lines: Result<String, serde_json::Error> = rows
-        .iter()
-        .map(|row| Ok(serde_json::to_string(row)? + "\n"))
-        .collect();
-    match lines {
-        Ok(lines) => ([(header::CONTENT_TYPE, "application/jsonl")], lines).into_response(),
-        Err(error) => {
-            let error = ProxyError::Recording {
-                message: error.to_string(),
-            };
-            failure(Api::Chat, &error)
+    read(&app, &id, move |session| {
+        let rows = match session.options.purpose {
+            Purpose::Eval => Vec::new(),
+            _ => trajectories(&session.lock().graph, &labels),
+        };
+        let line = |row| Ok(serde_json::to_string(row)? + "\n");
+        let lines: Result<String, serde_json::Error> = rows.iter().map(line).collect();
+        match lines {
+            Ok(lines) => ([(header::CONTENT_TYPE, "application/jsonl")], lines).into_response(),
+            Err(error) => {
+                let message = error.to_string();
+                failure(Api::Chat, &ProxyError::Recording { message })
+            }
         }
-    }
+    })
+    .await
 }
 
 fn read_labels(id: &str, given: &Switches) -> Result<RowLabels, ProxyError> {

@@ -29,7 +29,9 @@ pub enum ProxyError {
         session: String,
     },
     /// The session was reset while the call was under way, or before it came.
-    #[error("the call is of attempt {attempt} of the session `{session}`, which is now at {current}")]
+    #[error(
+        "the call is of attempt {attempt} of the session `{session}`, which is now at {current}"
+    )]
     Outdated {
         /// The session's id.
         session: String,

@@ -8,13 +8,14 @@
 //! Two messages are the same if they say the same: the names of calls, `null` or an empty content,
 //! content in parts or as one string, the spacing and order of a call's arguments, blanks around an
 //! answer and keys that a client adds do not count. Reasoning may be left out of a history, but not
-//! changed.
+//! changed. An answer that was cut off may be gone on with in the history, as agents do that close the
+//! block they wait for.
 
 use std::collections::HashMap;
 
 use serde_json::{Value, json};
 
-use super::record::Call;
+use super::record::{Call, Ending};
 
 /// Stands for a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -34,19 +35,26 @@ impl Key {
     }
 }
 
+/// Most answers to one conversation that are tried for a history that goes on with one.
+const MAX_TRIED: usize = 16;
+
 /// A call that a conversation goes on from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Continued {
     /// The call's place in its graph.
     pub(super) call: usize,
     /// How many of the messages it covers, its answer included.
     pub(super) messages: usize,
+    /// What the history adds to the answer.
+    pub(super) added: String,
 }
 
 /// The conversations of one attempt of a session.
 #[derive(Debug, Default)]
 pub(super) struct History {
     known: HashMap<Key, usize>,
+    /// Calls whose answers were cut off, by the conversation before the answer.
+    cut_off: HashMap<Key, Vec<usize>>,
 }
 
 impl History {
@@ -56,14 +64,14 @@ impl History {
         for message in &call.messages {
             key = key.after(message);
         }
-        // The ids of an answer that a stop string ended have the string, too. Agents that write in
-        // blocks put it back on; a history without it is another one than that of the ids.
         let mut answer = (*call.answer).clone();
         if !call.unsaid.is_empty() {
-            let content = answer["content"].as_str().unwrap_or_default();
-            answer["content"] = Value::from(format!("{content}{}", call.unsaid));
+            answer["content"] = Value::from(text_of_ids(call));
         }
         self.known.insert(key.after(&answer), place);
+        if matches!(call.ending, Ending::Length | Ending::StopText(_)) {
+            self.cut_off.entry(key).or_default().push(place);
+        }
     }
 
     /// Returns the call that covers the most of `messages`, if one covers any; the latest one if
@@ -77,20 +85,55 @@ impl History {
         let mut key = Key::of_setting(setting);
         let mut found = None;
         for (index, message) in messages.iter().enumerate() {
+            let before = key;
             key = key.after(message);
-            if is_assistant(message)
-                && let Some(&place) = self.known.get(&key)
+            if !is_assistant(message) {
+                continue;
+            }
+            let exact = self.known.get(&key).map(|place| (*place, String::new()));
+            let gone_on = || {
+                let tried = self.cut_off.get(&before)?.iter().rev().take(MAX_TRIED);
+                let mut added =
+                    tried.filter_map(|&place| Some((place, added(call(place)?, message)?)));
+                added.next()
+            };
+            if let Some((place, added)) = exact.or_else(gone_on)
                 && call(place).is_some_and(|call| reasoning_agrees(call, messages))
             {
-                let messages = index + 1;
                 found = Some(Continued {
                     call: place,
-                    messages,
+                    messages: index + 1,
+                    added,
                 });
             }
         }
         found
     }
+}
+
+/// Returns the text of a call's ids. Those of an answer that a stop string ended have the string, too:
+/// a history without it is another one than that of the ids.
+fn text_of_ids(call: &Call) -> String {
+    let content = call.answer["content"].as_str().unwrap_or_default();
+    format!("{content}{}", call.unsaid)
+}
+
+/// Returns what `message` adds to the answer of `call`, if it begins like it.
+fn added(call: &Call, message: &Value) -> Option<String> {
+    let has_calls = |message: &Value| {
+        let calls = message.get("tool_calls").and_then(Value::as_array);
+        calls.is_some_and(|calls| !calls.is_empty())
+    };
+    let content = match message.get("content") {
+        Some(Value::Array(parts)) => joined(parts),
+        content => content.cloned().unwrap_or_default(),
+    };
+    let whole = text_of_ids(call);
+    // An answer without content was cut off in its reasoning.
+    if whole.is_empty() || has_calls(&call.answer) || has_calls(message) {
+        return None;
+    }
+    content.as_str()?.strip_prefix(&whole).map(str::to_owned)
 }
 
 fn is_assistant(message: &Value) -> bool {
@@ -224,7 +267,9 @@ mod tests {
         assert_eq!(known.find(&rewritten), None);
         let other_task = [user("z"), said("b"), user("c")];
         assert_eq!(known.find(&other_task), None);
-        let found = known.0.find(&json!("tools"), &all, |place| known.1.get(place));
+        let found = known
+            .0
+            .find(&json!("tools"), &all, |place| known.1.get(place));
         assert_eq!(found, None, "other tools render another prompt");
     }
 
@@ -261,9 +306,34 @@ mod tests {
         let mut stopped = call(&[user("a")], said("x = 1\n"));
         stopped.unsaid = "</code>\n".to_owned();
         let known = Known::new(vec![stopped]);
-        assert_eq!(known.find(&[user("a"), said("x = 1\n</code>")]), Some((0, 2)));
+        assert_eq!(
+            known.find(&[user("a"), said("x = 1\n</code>")]),
+            Some((0, 2))
+        );
         assert_eq!(known.find(&[user("a"), said("x = 1\n")]), None);
         assert_eq!(known.find(&[user("a"), said("x = 1</code>")]), None);
+    }
+
+    #[test]
+    fn an_answer_that_was_cut_off_may_be_gone_on_with() {
+        let ended = |ending: Ending| {
+            let mut call = call(&[user("a")], said("x = 1"));
+            call.ending = ending;
+            Known::new(vec![call])
+        };
+        let history = [user("a"), said("x = 1\n</code>"), user("b")];
+        let find = |known: &Known| {
+            let found = (known.0).find(&Value::Null, &history, |place| known.1.get(place));
+            found.map(|found| (found.messages, found.added))
+        };
+        assert_eq!(
+            find(&ended(Ending::Length)),
+            Some((2, "\n</code>".to_owned()))
+        );
+        assert_eq!(find(&ended(Ending::Stop)), None, "the model ended its turn");
+        let mut in_reasoning = call(&[user("a")], said(""));
+        in_reasoning.ending = Ending::Length;
+        assert_eq!(find(&Known::new(vec![in_reasoning])), None);
     }
 
     #[test]

@@ -92,7 +92,9 @@ impl Metrics {
             series(&mut text, name, "gauge", help, value as f64);
         }
         let help = "From a captured call's arrival to its whole answer";
-        inner.call_seconds.write(&mut text, "proxy_call_seconds", help);
+        inner
+            .call_seconds
+            .write(&mut text, "proxy_call_seconds", help);
         text
     }
 }

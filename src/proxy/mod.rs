@@ -181,8 +181,8 @@ pub fn router(backend: Backend, config: ProxyConfig) -> Router {
         metrics: Metrics::default(),
         started: unix_seconds(),
     });
-    let guarded = control::routes()
-        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
+    let guarded =
+        control::routes().route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
     data_plane()
         .merge(guarded)
         .route("/health", get(health))
@@ -277,10 +277,9 @@ async fn count_tokens(
             .map_err(|error| ProxyError::from(ApiError::internal(&error)))?
     };
     match count.await {
-        Ok(tokens) if api == Api::Responses => Json(
-            json!({"object": "response.input_tokens", "input_tokens": tokens}),
-        )
-        .into_response(),
+        Ok(tokens) if api == Api::Responses => {
+            Json(json!({"object": "response.input_tokens", "input_tokens": tokens})).into_response()
+        }
         Ok(tokens) => Json(json!({"input_tokens": tokens})).into_response(),
         Err(error) => call::failure(api, &error),
     }
@@ -349,10 +348,7 @@ async fn model_card(State(app): State<Arc<App>>, Path(model): Path<String>) -> J
 
 async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
     let (status, word) = match app.backend.is_stopped() {
-        true => (
-            StatusCode::SERVICE_UNAVAILABLE,
-            "the engine has stopped",
-        ),
+        true => (StatusCode::SERVICE_UNAVAILABLE, "the engine has stopped"),
         false => (StatusCode::OK, "ok"),
     };
     let body = json!({

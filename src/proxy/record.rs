@@ -159,7 +159,7 @@ pub struct Call {
     /// The conversation as it was asked, in the shape of chat completions.
     pub messages: Vec<Arc<Value>>,
     /// The tools as they were asked, in the shape of chat completions.
-    pub tools: Arc<Vec<Value>>,
+    pub tools: Arc<[Value]>,
     /// The answer that the client got, in the shape of chat completions.
     pub answer: Arc<Value>,
     /// The text of the ids that the answer does not have: a stop string, and what came with it.
@@ -206,7 +206,7 @@ impl Call {
             "dialect": self.dialect,
             "model": self.model,
             "messages": self.messages(),
-            "tools": *self.tools,
+            "tools": &*self.tools,
             "answer": *self.answer,
             "finish_reason": self.ending.finish_reason(),
             "sampling_params": self.sampling,

@@ -134,21 +134,33 @@ fn findings(state: &State) -> Vec<String> {
         ));
     }
     let mut reasons: IndexMap<&str, usize> = IndexMap::new();
-    for why in state.graph.calls().filter_map(|call| call.why_context.as_deref()) {
+    for why in state
+        .graph
+        .calls()
+        .filter_map(|call| call.why_context.as_deref())
+    {
         *reasons.entry(why).or_default() += 1;
     }
     for (why, count) in reasons {
-        findings.push(format!("[WARN] context_only: {count} calls are no targets: {why}"));
+        findings.push(format!(
+            "[WARN] context_only: {count} calls are no targets: {why}"
+        ));
     }
     if state.budget_stops > 0 {
         let stops = state.budget_stops;
-        findings.push(format!("[INFO] budget_stop: {stops} calls were answered with a stop"));
+        findings.push(format!(
+            "[INFO] budget_stop: {stops} calls were answered with a stop"
+        ));
     }
     findings
 }
 
 fn row_json(graph: &CallGraph, row: &Row) -> Value {
-    let ids: Vec<&str> = row.calls.iter().filter_map(|at| Some(graph.call(*at)?.id.as_str())).collect();
+    let ids: Vec<&str> = row
+        .calls
+        .iter()
+        .filter_map(|at| Some(graph.call(*at)?.id.as_str()))
+        .collect();
     let lengths: Vec<usize> = row.trace.sampled_spans().map(|span| span.len()).collect();
     let targets = row.trace.sampled_len();
     let validation: &[&str] = match targets {
@@ -206,7 +218,7 @@ pub(super) fn document(
         });
         if include_messages {
             turn["request_messages"] = json!(call.messages());
-            turn["request_tools"] = json!(*call.tools);
+            turn["request_tools"] = json!(&*call.tools);
             turn["response_message"] = json!(*call.answer);
         }
         turn
@@ -257,7 +269,10 @@ pub(super) fn trace_entries(session: &Session, state: &State) -> Result<Vec<Valu
         .filter_map(|(place, call)| entry(place, call))
         .collect();
     match entries.is_empty() {
-        true => Err(format!("no call may be learned from: {}", findings(state).join("; "))),
+        true => Err(format!(
+            "no call may be learned from: {}",
+            findings(state).join("; ")
+        )),
         false => Ok(entries),
     }
 }
@@ -267,7 +282,7 @@ fn entry(place: usize, call: &Call) -> Option<Value> {
     let mut mask = vec![0; tokens.prompt().len()];
     mask.extend(tokens.loss_mask());
     Some(json!({
-        "request": {"messages": call.messages(), "tools": *call.tools},
+        "request": {"messages": call.messages(), "tools": &*call.tools},
         "response": {"choices": [{
             "message": *call.answer, "finish_reason": call.ending.finish_reason(),
         }]},
@@ -293,7 +308,9 @@ pub(super) fn completion_records(graph: &CallGraph) -> Vec<Value> {
     let record = |(place, call): (usize, &Call)| {
         let parent = graph.parent(place).and_then(|parent| graph.call(parent));
         let is_longer = |parent: &&Call| call.messages.starts_with(&parent.messages);
-        let known = parent.filter(is_longer).map_or(0, |parent| parent.messages.len());
+        let known = parent
+            .filter(is_longer)
+            .map_or(0, |parent| parent.messages.len());
         json!({
             "call_id": call.id,
             "parent_call_id": parent.map(|parent| &parent.id),

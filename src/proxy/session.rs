@@ -99,7 +99,7 @@ pub(super) struct State {
     history: History,
     /// Messages and tools that calls share, by their hash.
     texts: HashMap<[u8; 32], Arc<Value>>,
-    tools: HashMap<[u8; 32], Arc<Vec<Value>>>,
+    tools: HashMap<[u8; 32], Arc<[Value]>>,
     bytes: u64,
     /// Calls of this attempt that were let in.
     asked: u64,
@@ -141,12 +141,12 @@ impl State {
         Arc::clone(shared)
     }
 
-    fn tools(&mut self, tools: Vec<Value>, bytes: &mut u64) -> Arc<Vec<Value>> {
+    fn tools(&mut self, tools: Vec<Value>, bytes: &mut u64) -> Arc<[Value]> {
         let text = Value::from(tools.as_slice()).to_string();
         let hash = *blake3::hash(text.as_bytes()).as_bytes();
         let shared = self.tools.entry(hash).or_insert_with(|| {
             *bytes += 2 * text.len() as u64;
-            Arc::new(tools)
+            Arc::from(tools)
         });
         Arc::clone(shared)
     }
@@ -211,13 +211,11 @@ impl Session {
         Ok(())
     }
 
-    /// Returns the earlier call that a conversation goes on from, and how many of its messages that
-    /// covers.
-    pub(super) fn find(&self, setting: &Value, messages: &[Value]) -> Option<(Call, usize)> {
+    /// Returns the earlier call that a conversation goes on from, and how.
+    pub(super) fn find(&self, setting: &Value, messages: &[Value]) -> Option<(Call, Continued)> {
         let state = self.lock();
-        let Continued { call, messages } =
-            (state.history).find(setting, messages, |place| state.graph.call(place))?;
-        Some((state.graph.call(call)?.clone(), messages))
+        let found = (state.history).find(setting, messages, |place| state.graph.call(place))?;
+        Some((state.graph.call(found.call)?.clone(), found))
     }
 
     /// Keeps a call. Whoever comes back to an attempt that is over is refused.

@@ -64,9 +64,11 @@ async fn send(app: &Router, request: Request<Body>) -> String {
 
 /// An agent that looks at what a tool says between its two answers.
 async fn agent(app: Router, session: String) {
-    let tool = |name| json!({"type": "function", "function": {"name": name, "parameters": {
-        "type": "object", "properties": {"code": {"type": "string"}},
-    }}});
+    let tool = |name| {
+        json!({"type": "function", "function": {"name": name, "parameters": {
+            "type": "object", "properties": {"code": {"type": "string"}},
+        }}})
+    };
     let tools = json!([tool("run_python"), tool("submit_solution")]);
     let mut messages = vec![json!({"role": "user", "content": TASK})];
     for _ in 0..2 {
@@ -95,7 +97,10 @@ fn largest_change(before: &[Tensor], after: &[Tensor]) -> f32 {
         change.to_scalar::<f32>()
     };
     let changes: candle_core::Result<Vec<f32>> = before.iter().zip(after).map(change).collect();
-    changes.expect("tensors of one shape").into_iter().fold(0.0, f32::max)
+    changes
+        .expect("tensors of one shape")
+        .into_iter()
+        .fold(0.0, f32::max)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -112,12 +117,20 @@ async fn a_step_on_captured_rows_moves_the_policy() {
     for sample in 0..4 {
         // Half of the episodes are said to be good.
         let reward = sample % 2;
-        let path = format!("/sessions/s{sample}/trajectories?reward={reward}&task_id=t&sample={sample}");
+        let path =
+            format!("/sessions/s{sample}/trajectories?reward={reward}&task_id=t&sample={sample}");
         let request = Request::get(path).body(Body::empty()).expect("a request");
         let text = send(&app, request).await;
-        rows.extend(text.lines().map(|line| serde_json::from_str::<Trajectory>(line).expect("a row")));
+        rows.extend(
+            text.lines()
+                .map(|line| serde_json::from_str::<Trajectory>(line).expect("a row")),
+        );
     }
-    assert_eq!(rows.len(), 4, "an episode is one row: its second call goes on from the first");
+    assert_eq!(
+        rows.len(),
+        4,
+        "an episode is one row: its second call goes on from the first"
+    );
     assert!(rows.iter().all(|row| row.turns.len() == 2));
 
     let config = GrpoConfig {

@@ -112,7 +112,8 @@ struct UpstreamArgs {
 impl UpstreamArgs {
     fn config(&self, url: &str, max_calls: usize) -> Result<UpstreamConfig, Failure> {
         if !(url.starts_with("http://") || url.starts_with("https://")) {
-            let message = format!("`--upstream` is `{url}`, not an `http://` or `https://` address");
+            let message =
+                format!("`--upstream` is `{url}`, not an `http://` or `https://` address");
             return Err(Failure::usage(anyhow::anyhow!(message)));
         }
         Ok(UpstreamConfig {

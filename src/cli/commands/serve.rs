@@ -54,7 +54,9 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
         thread,
         model,
         limits,
-    } = args.engine.start(&loaded, args.served_model_name.as_deref())?;
+    } = args
+        .engine
+        .start(&loaded, args.served_model_name.as_deref())?;
     let config = ServerConfig {
         api_key,
         max_body_bytes: usize::try_from(args.max_request_bytes.0).unwrap_or(usize::MAX),

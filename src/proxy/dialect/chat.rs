@@ -60,7 +60,7 @@ impl ChatDialect {
     }
 }
 
-fn choice(delta: Value) -> Value {
+fn choice(delta: &Value) -> Value {
     json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": null})
 }
 
@@ -78,14 +78,14 @@ impl Dialect for ChatDialect {
     }
 
     fn begin(&mut self) -> Vec<Event> {
-        vec![self.chunk(&choice(json!({"role": "assistant", "content": ""})))]
+        vec![self.chunk(&choice(&json!({"role": "assistant", "content": ""})))]
     }
 
     fn more(&mut self, delta: &Delta) -> Vec<Event> {
         let delta = delta_json(delta.clone());
         match delta.is_empty() {
             true => Vec::new(),
-            false => vec![self.chunk(&choice(Value::Object(delta)))],
+            false => vec![self.chunk(&choice(&Value::Object(delta)))],
         }
     }
 
@@ -96,7 +96,7 @@ impl Dialect for ChatDialect {
             for (at, call) in calls.iter_mut().enumerate() {
                 call["index"] = Value::from(at);
             }
-            events.push(self.chunk(&choice(json!({"tool_calls": calls}))));
+            events.push(self.chunk(&choice(&json!({"tool_calls": calls}))));
         }
         let mut last = self.envelope.wrap(&[json!({
             "index": 0,

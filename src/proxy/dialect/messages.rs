@@ -185,7 +185,10 @@ impl Dialect for MessagesDialect {
             "usage": usage_json(answer.usage),
         });
         events.push(Event::named(name, &delta));
-        events.push(Event::named("message_stop", &json!({"type": "message_stop"})));
+        events.push(Event::named(
+            "message_stop",
+            &json!({"type": "message_stop"}),
+        ));
         events
     }
 

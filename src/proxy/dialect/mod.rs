@@ -146,7 +146,11 @@ impl Event {
 
     pub(super) fn to_bytes(&self) -> Bytes {
         let name = self.name.map(|name| format!("event: {name}\n"));
-        Bytes::from(format!("{}data: {}\n\n", name.unwrap_or_default(), self.data))
+        Bytes::from(format!(
+            "{}data: {}\n\n",
+            name.unwrap_or_default(),
+            self.data
+        ))
     }
 }
 

@@ -10,7 +10,9 @@ fn object(value: Value) -> Map<String, Value> {
 }
 
 fn read(api: Api, body: Value) -> (Value, Box<dyn Dialect>) {
-    let asked = api.read(object(body)).unwrap_or_else(|error| panic!("{error}"));
+    let asked = api
+        .read(object(body))
+        .unwrap_or_else(|error| panic!("{error}"));
     (Value::Object(asked.body), asked.dialect)
 }
 
@@ -183,8 +185,14 @@ fn a_request_of_anthropics_is_one_of_chat_completions() {
     );
     for (body, words) in [
         (json!({}), "must be a list"),
-        (json!({"messages": [{"role": "tool", "content": "x"}]}), "`role`"),
-        (json!({"messages": [{"role": "user", "content": 1}]}), "`content`"),
+        (
+            json!({"messages": [{"role": "tool", "content": "x"}]}),
+            "`role`",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": 1}]}),
+            "`content`",
+        ),
         (json!({"messages": [7]}), "message 0"),
         (json!({"messages": [], "system": 1}), "`system`"),
         (json!({"messages": [], "tools": 1}), "`tools`"),
@@ -202,8 +210,14 @@ fn a_response_has_an_item_for_each_part() {
     assert_eq!(whole["status"], "completed");
     assert_eq!(whole["metadata"], json!({"k": "v"}));
     let output = whole["output"].as_array().unwrap();
-    let kinds: Vec<&str> = output.iter().map(|item| item["type"].as_str().unwrap()).collect();
-    assert_eq!(kinds, ["reasoning", "message", "function_call", "function_call"]);
+    let kinds: Vec<&str> = output
+        .iter()
+        .map(|item| item["type"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        kinds,
+        ["reasoning", "message", "function_call", "function_call"]
+    );
     assert_eq!(output[1]["content"][0]["text"], "I call.");
     assert_eq!(output[2]["call_id"], "c1");
     let (_, mut dialect) = read(Api::Responses, body);
@@ -222,7 +236,14 @@ fn a_response_has_an_item_for_each_part() {
         item["id"].take();
         item
     };
-    assert_eq!(done, last["output"].as_array().unwrap().iter().collect::<Vec<_>>());
+    assert_eq!(
+        done,
+        last["output"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .collect::<Vec<_>>()
+    );
     assert_eq!(
         done.into_iter().map(without_id).collect::<Vec<_>>(),
         output.iter().map(without_id).collect::<Vec<_>>()
@@ -234,11 +255,18 @@ fn a_response_has_an_item_for_each_part() {
 fn an_answer_that_is_sent_back_is_the_message_that_it_was() {
     let (_, mut dialect) = read(Api::Responses, json!({"input": "x"}));
     let mut input = vec![json!({"role": "user", "content": "x"})];
-    input.extend(dialect.whole(&answer())["output"].as_array().unwrap().clone());
+    input.extend(
+        dialect.whole(&answer())["output"]
+            .as_array()
+            .unwrap()
+            .clone(),
+    );
     input.push(json!({"type": "function_call_output", "call_id": "c1", "output": "r"}));
-    input.push(json!({"type": "function_call_output", "call_id": "c2", "output": [
-        {"type": "input_text", "text": "s"},
-    ]}));
+    input.push(
+        json!({"type": "function_call_output", "call_id": "c2", "output": [
+            {"type": "input_text", "text": "s"},
+        ]}),
+    );
     let (chat, _) = read(
         Api::Responses,
         json!({

@@ -18,7 +18,7 @@ fn call(prompt: &[u32], completion: &[u32]) -> Call {
 
 fn with_tools(call: Call) -> Call {
     Call {
-        tools: Arc::new(vec![json!({"type": "function"})]),
+        tools: Arc::from([json!({"type": "function"})]),
         ..call
     }
 }
@@ -83,11 +83,7 @@ fn a_retry_that_was_not_used_is_discarded() {
         rows(&of_a_later_call),
         [
             (vec![1, 2, 3, 4], vec![0, 1, 0, 1], Role::Discarded),
-            (
-                vec![1, 2, 3, 5, 6, 7],
-                vec![0, 1, 0, 1, 0, 1],
-                Role::Agent
-            ),
+            (vec![1, 2, 3, 5, 6, 7], vec![0, 1, 0, 1, 0, 1], Role::Agent),
         ]
     );
     let of_the_first_call = graph([call(&[1], &[2]), call(&[1], &[3]), call(&[1, 3, 4], &[5])]);
@@ -196,7 +192,10 @@ fn ids_that_were_not_drawn_are_context() {
     let row = &graph.rows()[0];
     assert_eq!(row.trace.ids(), [1, 2, 3, 4, 5, 6, 7]);
     assert_eq!(row.trace.loss_mask(), [0, 1, 0, 1, 0, 0, 1]);
-    assert_eq!(row.trace.logprobs(), [0.0, -0.5, 0.0, -0.25, 0.0, 0.0, -0.07]);
+    assert_eq!(
+        row.trace.logprobs(),
+        [0.0, -0.5, 0.0, -0.25, 0.0, 0.0, -0.07]
+    );
 }
 
 #[test]

@@ -72,8 +72,16 @@ async fn a_history_that_was_changed_is_a_new_root() {
     let first = chat_turn(&app, &[user("hi")], &json!({"seed": 1})).await;
     let text = first.message["content"].as_str().unwrap();
     for history in [
-        vec![user("hi"), json!({"role": "assistant", "content": format!("{text}!")}), user("go")],
-        vec![user("hi"), json!({"role": "assistant", "content": "summary"}), user("go")],
+        vec![
+            user("hi"),
+            json!({"role": "assistant", "content": format!("!{text}")}),
+            user("go"),
+        ],
+        vec![
+            user("hi"),
+            json!({"role": "assistant", "content": "summary"}),
+            user("go"),
+        ],
         vec![user("Summary so far: nothing"), user("go")],
     ] {
         chat_turn(&app, &history, &json!({"seed": 2})).await;
@@ -100,10 +108,22 @@ async fn a_stop_string_that_is_put_back_goes_on() {
     let said = cut.message["content"].as_str().unwrap();
     assert!(text.starts_with(said) && said.len() <= at);
     let end = [cut.prompt, cut.completion].concat();
-    for (content, goes_on) in [(format!("{said}{stop}"), true), (said.to_owned(), false)] {
+    for (content, added) in [
+        (format!("{said}{stop}"), Some("")),
+        (format!("{said}{stop} ok"), Some(" ok")),
+        (said.to_owned(), None),
+    ] {
         let answer = json!({"role": "assistant", "content": content});
         let next = chat_turn(&app, &[user("hi"), answer, user("go")], &json!({"seed": 4})).await;
-        assert_eq!(next.prompt.starts_with(&end), goes_on, "{content:?}");
+        assert_eq!(
+            next.prompt.starts_with(&end),
+            added.is_some(),
+            "{content:?}"
+        );
+        if let Some(added) = added {
+            let new = tokenizer().decode(&next.prompt[end.len()..]).unwrap();
+            assert!(new.starts_with(&format!("{added}<|im_end|>\n")), "{new}");
+        }
     }
 }
 
@@ -111,7 +131,7 @@ async fn a_stop_string_that_is_put_back_goes_on() {
 async fn parallel_calls_and_retries_do_not_mix() {
     let app = toy();
     let first = chat_turn(&app, &[user("hi")], &json!({"seed": 1})).await;
-    let history = vec![user("hi"), first.message.clone()];
+    let history = [user("hi"), first.message.clone()];
     let branches = ["left", "right", "right"].map(|text| {
         let messages = [&history[..], &[user(text)]].concat();
         let app = app.clone();
@@ -121,11 +141,18 @@ async fn parallel_calls_and_retries_do_not_mix() {
     for branch in branches {
         told.push(branch.await.unwrap());
     }
-    let used = [&history[..], &[user("right"), told[2].message.clone(), user("on")]].concat();
+    let used = [
+        &history[..],
+        &[user("right"), told[2].message.clone(), user("on")],
+    ]
+    .concat();
     let last = chat_turn(&app, &used, &json!({"seed": 9})).await;
     let document = document(&app, "s").await;
     assert_eq!(document["stats"]["n_roots"], 1);
-    assert_eq!(document["stats"]["n_discarded"], 1, "one of the two `right`");
+    assert_eq!(
+        document["stats"]["n_discarded"], 1,
+        "one of the two `right`"
+    );
     let mut roles: Vec<&str> = document["sequences"]
         .as_array()
         .unwrap()
@@ -140,7 +167,10 @@ async fn parallel_calls_and_retries_do_not_mix() {
 }
 
 fn joined(datas: &[Value], read: impl Fn(&Value) -> &Value) -> String {
-    datas.iter().filter_map(|data| read(data).as_str()).collect()
+    datas
+        .iter()
+        .filter_map(|data| read(data).as_str())
+        .collect()
 }
 
 #[tokio::test]
@@ -148,7 +178,10 @@ async fn a_chat_stream_tells_what_the_whole_answer_tells() {
     let app = toy();
     let fields = json!({"seed": 5, "return_token_ids": true, "logprobs": true, "top_logprobs": 1});
     let whole = ask(&app, CHAT, &chat(&[user("hi")], &fields)).await.ok();
-    assert_eq!(whole["model"], "gpt-9", "agents get the name that they know");
+    assert_eq!(
+        whole["model"], "gpt-9",
+        "agents get the name that they know"
+    );
     let mut body = chat(&[user("hi")], &fields);
     body["stream"] = Value::Bool(true);
     body["stream_options"] = json!({"include_usage": true});
@@ -156,7 +189,10 @@ async fn a_chat_stream_tells_what_the_whole_answer_tells() {
     assert_eq!(answer.events().last().unwrap().1, "[DONE]");
     let chunks = answer.datas();
     let (usage, chunks) = chunks.split_last().unwrap();
-    assert_eq!(usage["usage"]["completion_tokens"], whole["usage"]["completion_tokens"]);
+    assert_eq!(
+        usage["usage"]["completion_tokens"],
+        whole["usage"]["completion_tokens"]
+    );
     assert!(chunks.len() > 3, "it comes piece by piece");
     let choice = &whole["choices"][0];
     let text = joined(chunks, |chunk| &chunk["choices"][0]["delta"]["content"]);
@@ -201,14 +237,22 @@ async fn anthropics_messages_are_captured_and_go_on() {
         ["content_block_stop", "message_delta", "message_stop"]
     );
     let datas = answer.datas();
-    assert!(datas.iter().zip(&names).all(|(data, name)| data["type"] == name.as_str()));
+    assert!(
+        datas
+            .iter()
+            .zip(&names)
+            .all(|(data, name)| data["type"] == name.as_str())
+    );
     let text = joined(&datas, |data| &data["delta"]["text"]);
     let document = document(&app, "s").await;
     assert_eq!(document["stats"]["n_roots"], 1);
     let turn = &document["turns"][1];
     assert_eq!(turn["response_message"]["content"], text);
     assert_eq!(turn["n_tools"], 1, "what Anthropic runs itself is not ours");
-    assert_eq!(turn["request_messages"][0], json!({"role": "system", "content": "be"}));
+    assert_eq!(
+        turn["request_messages"][0],
+        json!({"role": "system", "content": "be"})
+    );
     assert_eq!(document["stats"]["n_trainable_tokens"], 48);
 }
 
@@ -291,8 +335,16 @@ async fn sampling_that_a_trainer_cannot_score_again_is_context() {
     ] {
         chat_turn(&app, &[user(why)], &fields).await;
         let document = document(&app, "s").await;
-        let turn = document["turns"].as_array().unwrap().last().unwrap().clone();
-        assert!(turn["why_context"].as_str().unwrap().contains(why), "{turn}");
+        let turn = document["turns"]
+            .as_array()
+            .unwrap()
+            .last()
+            .unwrap()
+            .clone();
+        assert!(
+            turn["why_context"].as_str().unwrap().contains(why),
+            "{turn}"
+        );
     }
     let document = document(&app, "s").await;
     assert_eq!(document["trainable"], false);

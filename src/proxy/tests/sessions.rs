@@ -27,8 +27,12 @@ async fn a_call_needs_a_session_and_each_api_says_so_in_its_words() {
     let made = post(&app, "/sessions", &json!({})).await.ok();
     let id = made["session_id"].as_str().unwrap();
     let path = made["base_path"].as_str().unwrap();
-    post(&app, &format!("{path}/chat/completions"), &hi()).await.ok();
-    post(&app, &format!("/v1/chat/completions/{id}"), &hi()).await.ok();
+    post(&app, &format!("{path}/chat/completions"), &hi())
+        .await
+        .ok();
+    post(&app, &format!("/v1/chat/completions/{id}"), &hi())
+        .await
+        .ok();
     for (name, value) in [
         ("authorization", format!("Bearer {id}")),
         ("x-api-key", id.to_owned()),
@@ -62,7 +66,9 @@ async fn ids_are_checked_and_sessions_are_few() {
     let full = post(&app, "/sessions/c", &json!({})).await;
     assert_eq!(full.status, 503);
     assert_eq!(full.headers[header::RETRY_AFTER], "1");
-    let gone = HttpRequest::delete("/sessions/a").body(Body::empty()).unwrap();
+    let gone = HttpRequest::delete("/sessions/a")
+        .body(Body::empty())
+        .unwrap();
     assert_eq!(send(&app, gone).await.ok()["deleted"], true);
     post(&app, "/sessions/c", &json!({})).await.ok();
 }
@@ -110,7 +116,9 @@ async fn a_reset_fences_the_attempt_before_it() {
     assert_eq!(late.status, 410);
     assert_eq!(late.json()["error"]["code"], "session_reset");
     let path = reset["base_path"].as_str().unwrap();
-    post(&app, &format!("{path}/chat/completions"), &hi()).await.ok();
+    post(&app, &format!("{path}/chat/completions"), &hi())
+        .await
+        .ok();
     assert_eq!(document(&app, "s").await["stats"]["n_turns"], 1);
 }
 
@@ -125,7 +133,9 @@ async fn a_call_that_comes_back_after_a_reset_is_not_kept() {
     let request = request.body(Body::from(body.to_string())).unwrap();
     let response = app.clone().oneshot(request).await.unwrap();
     post(&app, "/sessions/s/reset", &json!({})).await.ok();
-    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24).await.unwrap();
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24)
+        .await
+        .unwrap();
     let text = String::from_utf8(bytes.to_vec()).unwrap();
     assert!(text.contains("session_reset"), "{text}");
     assert!(!text.contains("[DONE]"));
@@ -136,11 +146,16 @@ async fn a_call_that_comes_back_after_a_reset_is_not_kept() {
 async fn a_complete_session_takes_no_calls_and_is_still_read() {
     let app = toy();
     post(&app, "/s/v1/chat/completions", &hi()).await.ok();
-    let done = post(&app, "/sessions/s/complete", &json!({"reward": 1})).await.ok();
+    let done = post(&app, "/sessions/s/complete", &json!({"reward": 1}))
+        .await
+        .ok();
     assert_eq!(done, json!({"session_id": "s", "status": "completed"}));
     let refused = post(&app, "/s/v1/chat/completions", &hi()).await;
     assert_eq!(refused.status, 410);
-    assert_eq!(post(&app, "/sessions/s/reset", &json!({})).await.status, 410);
+    assert_eq!(
+        post(&app, "/sessions/s/reset", &json!({})).await.status,
+        410
+    );
     let session = fetch(&app, "/sessions/s").await.ok();
     assert_eq!(session["completed"], true);
     let turn = &session["turns"][0];
@@ -160,12 +175,17 @@ async fn turns_have_the_messages_that_are_new() {
     let answer = first["choices"][0]["message"].clone();
     let messages = [user("hi"), answer.clone(), user("and?")];
     post(&app, CHAT, &chat(&messages, &json!({}))).await.ok();
-    post(&app, CHAT, &chat(&[user("a title, please")], &json!({}))).await.ok();
+    post(&app, CHAT, &chat(&[user("a title, please")], &json!({})))
+        .await
+        .ok();
     let turns = fetch(&app, "/sessions/s").await.ok()["turns"].clone();
     assert_eq!(turns[0]["request_messages"], json!([user("hi")]));
     assert_eq!(turns[1]["request_messages"], json!([answer, user("and?")]));
     assert_eq!(turns[1]["parent_call_id"], turns[0]["call_id"]);
-    assert_eq!(turns[2]["request_messages"], json!([user("a title, please")]));
+    assert_eq!(
+        turns[2]["request_messages"],
+        json!([user("a title, please")])
+    );
     assert_eq!(turns[2]["parent_call_id"], Value::Null);
 }
 
@@ -207,9 +227,15 @@ async fn a_session_holds_no_more_than_it_may_and_others_go_on() {
     }
     let refused = refused.expect("it is full");
     assert_eq!(refused.status, 503);
-    assert!(refused.text.contains("--max-session-bytes"), "{}", refused.text);
+    assert!(
+        refused.text.contains("--max-session-bytes"),
+        "{}",
+        refused.text
+    );
     post(&app, "/b/v1/chat/completions", &hi()).await.ok();
-    let gone = HttpRequest::delete("/sessions/a").body(Body::empty()).unwrap();
+    let gone = HttpRequest::delete("/sessions/a")
+        .body(Body::empty())
+        .unwrap();
     send(&app, gone).await.ok();
     post(&app, "/a/v1/chat/completions", &hi()).await.ok();
 }
@@ -228,8 +254,18 @@ async fn what_cannot_be_read_is_refused_in_words() {
         (CHAT, r#"{"messages": []}"#, 400, "no message"),
         (CHAT, r#"{"messages": [{"role": "x"}]}"#, 400, "message 0"),
         (CHAT, r#"{"messages": [], "stream": 1}"#, 400, "stream"),
-        (CHAT, r#"{"messages": [{"role": "user"}], "n": 2}"#, 400, "one answer"),
-        ("/v1/messages", r#"{"messages": "x"}"#, 400, "must be a list"),
+        (
+            CHAT,
+            r#"{"messages": [{"role": "user"}], "n": 2}"#,
+            400,
+            "one answer",
+        ),
+        (
+            "/v1/messages",
+            r#"{"messages": "x"}"#,
+            400,
+            "must be a list",
+        ),
         (
             "/v1/messages",
             r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#,
@@ -237,17 +273,35 @@ async fn what_cannot_be_read_is_refused_in_words() {
             "block of type `image`",
         ),
         ("/v1/responses", r#"{"input": 3}"#, 400, "`input`"),
-        ("/v1/responses", r#"{"input": [{"type": "item_reference"}]}"#, 400, "item_reference"),
-        ("/v1/responses", r#"{"input": "x", "previous_response_id": "r"}"#, 400, "whole `input`"),
+        (
+            "/v1/responses",
+            r#"{"input": [{"type": "item_reference"}]}"#,
+            400,
+            "item_reference",
+        ),
+        (
+            "/v1/responses",
+            r#"{"input": "x", "previous_response_id": "r"}"#,
+            400,
+            "whole `input`",
+        ),
         ("/v1/nothing", "{}", 404, "/v1/nothing"),
     ] {
         let request = HttpRequest::post(path).header(header::AUTHORIZATION, "Bearer s");
         let answer = send(&app, request.body(Body::from(body)).unwrap()).await;
         assert_eq!(answer.status, status, "{path} {body}: {}", answer.text);
-        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        let message = answer.json()["error"]["message"]
+            .as_str()
+            .unwrap()
+            .to_owned();
         assert!(message.contains(words), "{path} {body}: {message}");
     }
-    let large = post(&app, "/v1/messages", &chat(&[user(&"x".repeat(3000))], &json!({}))).await;
+    let large = post(
+        &app,
+        "/v1/messages",
+        &chat(&[user(&"x".repeat(3000))], &json!({})),
+    )
+    .await;
     assert_eq!(large.status, 413);
     assert_eq!(large.json()["error"]["type"], "request_too_large");
 }
@@ -256,7 +310,11 @@ async fn what_cannot_be_read_is_refused_in_words() {
 async fn what_was_captured_is_read_as_the_trainers_rows() {
     let app = toy();
     let first = post(&app, CHAT, &hi()).await.ok();
-    let messages = [user("hi"), first["choices"][0]["message"].clone(), user("and?")];
+    let messages = [
+        user("hi"),
+        first["choices"][0]["message"].clone(),
+        user("and?"),
+    ];
     post(&app, CHAT, &chat(&messages, &json!({}))).await.ok();
     let path = "/sessions/s/trajectories?reward=0.5&task_id=t&group=3&sample=1";
     let text = fetch(&app, path).await.text;
@@ -274,15 +332,27 @@ async fn what_was_captured_is_read_as_the_trainers_rows() {
     assert_eq!(answers, [1, 3]);
     let entries = fetch(&app, "/sessions/s/trace_entries").await.ok()["entries"].clone();
     let last = &entries[1];
-    let whole = [ids(&last["prompt_token_ids"]), ids(&last["completion_token_ids"])].concat();
+    let whole = [
+        ids(&last["prompt_token_ids"]),
+        ids(&last["completion_token_ids"]),
+    ]
+    .concat();
     assert_eq!(whole, row.trace.ids());
     assert_eq!(last["loss_mask"].as_array().unwrap().len(), whole.len());
     assert_eq!(last["metadata"]["index"], 1);
     assert_eq!(last["request"]["messages"].as_array().unwrap().len(), 3);
     let unscored = fetch(&app, "/sessions/s/trajectories").await.text;
     let row: Trajectory = serde_json::from_str(unscored.lines().next().unwrap()).unwrap();
-    assert!(!row.is_trainable(), "without a reward there is nothing to learn");
-    assert_eq!(fetch(&app, "/sessions/s/trajectories?reward=NaN").await.status, 400);
+    assert!(
+        !row.is_trainable(),
+        "without a reward there is nothing to learn"
+    );
+    assert_eq!(
+        fetch(&app, "/sessions/s/trajectories?reward=NaN")
+            .await
+            .status,
+        400
+    );
 }
 
 #[tokio::test]
@@ -296,16 +366,32 @@ async fn sessions_are_written_as_they_happen() {
     post(&app, CHAT, &hi()).await.ok();
     post(&app, "/sessions/s/reset", &json!({})).await.ok();
     post(&app, CHAT, &hi()).await.ok();
-    post(&app, "/sessions/s/complete", &json!({"reward": 1})).await.ok();
+    post(&app, "/sessions/s/complete", &json!({"reward": 1}))
+        .await
+        .ok();
     let text = fs_err::read_to_string(folder.path().join("s.jsonl")).unwrap();
-    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
     let kinds: Vec<(&str, u64)> = lines
         .iter()
-        .map(|line| (line["kind"].as_str().unwrap(), line["attempt"].as_u64().unwrap()))
+        .map(|line| {
+            (
+                line["kind"].as_str().unwrap(),
+                line["attempt"].as_u64().unwrap(),
+            )
+        })
         .collect();
     assert_eq!(
         kinds,
-        [("session", 1), ("call", 1), ("reset", 2), ("call", 2), ("completed", 2)]
+        [
+            ("session", 1),
+            ("call", 1),
+            ("reset", 2),
+            ("call", 2),
+            ("completed", 2)
+        ]
     );
     assert_eq!(ids(&lines[1]["completion_token_ids"]).len(), 24);
     assert_eq!(lines[1]["messages"], json!([user("hi")]));

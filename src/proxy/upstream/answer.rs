@@ -40,11 +40,7 @@ pub(super) fn read(whole: &Value, is_trainable: bool) -> Result<Outcome, ProxyEr
     };
     let completion = ids(&choice["token_ids"], "token_ids")?;
     let logprobs = logprobs(&choice["logprobs"])?;
-    let count = |value: &Value| {
-        value
-            .as_u64()
-            .and_then(|count| usize::try_from(count).ok())
-    };
+    let count = |value: &Value| value.as_u64().and_then(|count| usize::try_from(count).ok());
     let usage = &whole["usage"];
     let counted = (
         count(&usage["prompt_tokens"]),
@@ -58,7 +54,9 @@ pub(super) fn read(whole: &Value, is_trainable: bool) -> Result<Outcome, ProxyEr
             && ids.len() != counted
         {
             let told = ids.len();
-            return Err(broken(format!("it told {told} ids of {what} and counted {counted}")));
+            return Err(broken(format!(
+                "it told {told} ids of {what} and counted {counted}"
+            )));
         }
     }
     let told = (
@@ -131,7 +129,8 @@ fn read_message(message: &Value) -> Result<Value, ProxyError> {
         }))
     };
     let calls: Option<Vec<Value>> = calls.iter().map(call).collect();
-    let calls = calls.ok_or_else(|| broken("a tool call of its answer has no name or arguments"))?;
+    let calls =
+        calls.ok_or_else(|| broken("a tool call of its answer has no name or arguments"))?;
     read["tool_calls"] = Value::from(calls);
     Ok(read)
 }

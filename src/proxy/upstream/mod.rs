@@ -1,4 +1,4 @@
-//! Another server with the OpenAI API as the one who answers: vLLM, SGLang, `wardian serve`, a gateway
+//! Another server with the OpenAI API as the one who answers: vLLM, `wardian serve`, a gateway
 //! in front of them.
 //!
 //! It is asked for its ids (`return_token_ids`, `logprobs`). What it says is bounded in bytes and in
@@ -140,11 +140,7 @@ impl Upstream {
     }
 
     /// Makes the request of a client one for the upstream.
-    pub(super) fn call(
-        &self,
-        mut body: Map<String, Value>,
-        is_trainable: bool,
-    ) -> UpstreamCall {
+    pub(super) fn call(&self, mut body: Map<String, Value>, is_trainable: bool) -> UpstreamCall {
         let tells_logprobs = body.get("logprobs") == Some(&Value::Bool(true));
         let mut set = |name: &str, value: Value| body.insert(name.to_owned(), value);
         if let Some(model) = &self.config.model {
@@ -207,9 +203,15 @@ impl Upstream {
             let mut response = request.call().map_err(|error| failed(error, &config))?;
             let status = response.status().as_u16();
             if status != 200 {
-                return Err(ProxyError::upstream(format!("its models have status {status}")));
+                return Err(ProxyError::upstream(format!(
+                    "its models have status {status}"
+                )));
             }
-            let body = response.body_mut().with_config().limit(1 << 20).read_to_vec();
+            let body = response
+                .body_mut()
+                .with_config()
+                .limit(1 << 20)
+                .read_to_vec();
             let body = body.map_err(|error| failed(error, &config))?;
             serde_json::from_slice(&body)
                 .map_err(|error| ProxyError::upstream(format!("its models are no JSON: {error}")))
@@ -268,7 +270,9 @@ impl Exchange<'_> {
         let mut buffer = vec![0; 16 << 10];
         let (mut left, mut is_done) = (self.config.max_response_bytes, false);
         while !is_done {
-            let read = body.read(&mut buffer).map_err(|error| self.io_failed(error))?;
+            let read = body
+                .read(&mut buffer)
+                .map_err(|error| self.io_failed(error))?;
             if read == 0 {
                 break;
             }

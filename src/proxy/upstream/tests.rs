@@ -113,14 +113,18 @@ async fn ask(app: &Router, session: &str, fields: Value) -> (u16, String) {
     let request = axum::http::Request::post(path).body(Body::from(body.to_string()));
     let response = app.clone().oneshot(request.unwrap()).await.unwrap();
     let status = response.status().as_u16();
-    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24).await.unwrap();
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24)
+        .await
+        .unwrap();
     (status, String::from_utf8(bytes.to_vec()).unwrap())
 }
 
 async fn read_json(app: &Router, path: &str) -> Value {
     let request = axum::http::Request::get(path).body(Body::empty()).unwrap();
     let response = app.clone().oneshot(request).await.unwrap();
-    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24).await.unwrap();
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24)
+        .await
+        .unwrap();
     serde_json::from_slice(&bytes).unwrap()
 }
 
@@ -142,7 +146,11 @@ async fn ids_are_asked_for_and_taken_as_they_are_told() {
     assert_eq!(status, 200, "{text}");
     let answer: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(answer["choices"][0]["message"]["content"], "yes");
-    assert_eq!(answer["choices"][0]["logprobs"], Value::Null, "nobody asked for them");
+    assert_eq!(
+        answer["choices"][0]["logprobs"],
+        Value::Null,
+        "nobody asked for them"
+    );
     assert_eq!(answer["choices"][0].get("token_ids"), None);
     let document = document(&app, "s").await;
     let row = &document["sequences"][0];
@@ -170,18 +178,38 @@ fn good_chunks() -> Vec<(u64, String)> {
     let call = |call: Value| json!({"tool_calls": [call]});
     vec![
         (0, format!(": hello\n\ndata: {first}\n\n")),
-        (5, chunk(&json!({"content": "yé"}), &json!({"token_ids": [7], "logprobs": logprob(-0.5)}))),
-        (5, chunk(
-            &call(json!({"index": 0, "id": "c", "function": {"name": "f", "arguments": "{\"a\""}})),
-            &json!({"token_ids": [8], "logprobs": logprob(-0.25)}),
-        )),
-        (5, chunk(
-            &call(json!({"index": 0, "function": {"arguments": ": 1}"}})),
-            &json!({"finish_reason": "tool_calls"}),
-        )),
-        (0, format!("data: {}\n\n", json!({
-            "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2},
-        }))),
+        (
+            5,
+            chunk(
+                &json!({"content": "yé"}),
+                &json!({"token_ids": [7], "logprobs": logprob(-0.5)}),
+            ),
+        ),
+        (
+            5,
+            chunk(
+                &call(
+                    json!({"index": 0, "id": "c", "function": {"name": "f", "arguments": "{\"a\""}}),
+                ),
+                &json!({"token_ids": [8], "logprobs": logprob(-0.25)}),
+            ),
+        ),
+        (
+            5,
+            chunk(
+                &call(json!({"index": 0, "function": {"arguments": ": 1}"}})),
+                &json!({"finish_reason": "tool_calls"}),
+            ),
+        ),
+        (
+            0,
+            format!(
+                "data: {}\n\n",
+                json!({
+                    "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+                })
+            ),
+        ),
         (0, "data: [DONE]\n\n".to_owned()),
     ]
 }
@@ -201,7 +229,10 @@ async fn a_stream_of_the_upstream_is_passed_on_and_put_together() {
     assert!(text.ends_with("data: [DONE]\n\n"));
     let (_, text) = ask(&app, "t", json!({})).await;
     let answer: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "f");
+    assert_eq!(
+        answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"],
+        "f"
+    );
     for session in ["s", "t"] {
         let document = document(&app, session).await;
         let row = &document["sequences"][0];
@@ -226,12 +257,30 @@ async fn what_an_upstream_says_wrong_is_one_clients_error() {
         (whole("200 OK", "[]"), "no list of `choices`"),
         (whole("200 OK", r#"{"choices": [1]}"#), "no `message`"),
         (bad(|answer| answer["choices"] = json!([])), "0 choices"),
-        (bad(|answer| answer["choices"][0]["finish_reason"] = Value::Null), "`finish_reason`"),
-        (bad(|answer| answer["choices"][0]["message"]["content"] = json!(1)), "`content`"),
-        (bad(|answer| answer["choices"][0]["message"]["tool_calls"] = json!([1])), "tool call"),
-        (bad(|answer| answer["choices"][0]["token_ids"] = json!([7])), "counted 2"),
-        (bad(|answer| answer["choices"][0]["token_ids"] = json!([-7, 1])), "no token id"),
-        (bad(|answer| answer["prompt_token_ids"] = json!([1])), "counted 3"),
+        (
+            bad(|answer| answer["choices"][0]["finish_reason"] = Value::Null),
+            "`finish_reason`",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["message"]["content"] = json!(1)),
+            "`content`",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["message"]["tool_calls"] = json!([1])),
+            "tool call",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["token_ids"] = json!([7])),
+            "counted 2",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["token_ids"] = json!([-7, 1])),
+            "no token id",
+        ),
+        (
+            bad(|answer| answer["prompt_token_ids"] = json!([1])),
+            "counted 3",
+        ),
         (
             bad(|answer| answer["choices"][0]["logprobs"]["content"] = json!([{"logprob": -1}])),
             "1 log-probabilities",
@@ -242,19 +291,40 @@ async fn what_an_upstream_says_wrong_is_one_clients_error() {
         ),
         (whole("200 OK", &"x".repeat(5000)), "more than 4096 bytes"),
         (whole("500 Oops", r#"{"error": "sk-secret"}"#), "status 500"),
-        (whole("401 No", r#"{"error": {"message": "key sk-secret"}}"#), "status 401"),
-        (whole("302 Found\r\nLocation: http://127.0.0.1:1/", ""), "the upstream failed"),
-        (vec![(0, "nonsense\r\n\r\n".to_owned())], "the upstream failed"),
+        (
+            whole("401 No", r#"{"error": {"message": "key sk-secret"}}"#),
+            "status 401",
+        ),
+        (
+            whole("302 Found\r\nLocation: http://127.0.0.1:1/", ""),
+            "the upstream failed",
+        ),
+        (
+            vec![(0, "nonsense\r\n\r\n".to_owned())],
+            "the upstream failed",
+        ),
         (vec![], "the upstream failed"),
         (stream(&[]), "ended before the answer did"),
         (after_first("data: {oops}\n\n"), "no JSON"),
         (after_first("data: [1]\n\n"), "no object"),
-        (after_first("data: {\"choices\": 1}\n\n"), "no list of `choices`"),
+        (
+            after_first("data: {\"choices\": 1}\n\n"),
+            "no list of `choices`",
+        ),
         (after_first("data: {\"choices\": [1]}\n\n"), "no object"),
-        (after_first("data: {\"error\": {\"message\": \"out of memory\"}}\n\n"), "out of memory"),
-        (after_first("data: [DONE]\n\n"), "ended before the answer did"),
+        (
+            after_first("data: {\"error\": {\"message\": \"out of memory\"}}\n\n"),
+            "out of memory",
+        ),
+        (
+            after_first("data: [DONE]\n\n"),
+            "ended before the answer did",
+        ),
         (after_first("data: {\"choices\""), "ends within an event"),
-        (after_first(&format!("data: {}", "x".repeat(5000))), "more than 4096 bytes"),
+        (
+            after_first(&format!("data: {}", "x".repeat(5000))),
+            "more than 4096 bytes",
+        ),
         (
             after_first(&chunk(&json!({"tool_calls": [{"index": 3}]}), &json!({}))),
             "not in order",
@@ -308,7 +378,9 @@ async fn a_stall_is_one_clients_error_and_no_one_elses() {
     });
     let slow = |streams: bool| {
         let app = app.clone();
-        tokio::spawn(async move { ask(&app, "slow", json!({"user": "slow", "stream": streams})).await })
+        tokio::spawn(
+            async move { ask(&app, "slow", json!({"user": "slow", "stream": streams})).await },
+        )
     };
     let started = Instant::now();
     let waiting = slow(true);
@@ -317,7 +389,10 @@ async fn a_stall_is_one_clients_error_and_no_one_elses() {
     assert_eq!(status, 200);
     assert!(!waiting.is_finished(), "the quick one was served meanwhile");
     let (status, text) = waiting.await.unwrap();
-    assert!(status == 200 && text.contains("said nothing for 500ms"), "{status} {text}");
+    assert!(
+        status == 200 && text.contains("said nothing for 500ms"),
+        "{status} {text}"
+    );
     assert!(started.elapsed() < Duration::from_secs(4));
     let (status, text) = slow(false).await.unwrap();
     assert_eq!(status, 504);
@@ -345,13 +420,19 @@ async fn a_server_that_tells_no_ids_gives_context_and_never_a_target() {
     ]);
     ask(&app, "s", json!({"messages": messages})).await;
     let document = document(&app, "s").await;
-    assert_eq!(document["stats"]["n_roots"], 1, "messages tell what goes on from what");
+    assert_eq!(
+        document["stats"]["n_roots"], 1,
+        "messages tell what goes on from what"
+    );
     assert_eq!(document["capture_level"], "text");
     assert_eq!(document["rollout_type"], "eval");
     assert_eq!(document["trainable"], false);
     assert_eq!(document["sequences"], json!([]));
     let entries = read_json(&app, "/sessions/s/trace_entries").await;
-    assert!(entries["error"].as_str().unwrap().contains("no token ids"), "{entries}");
+    assert!(
+        entries["error"].as_str().unwrap().contains("no token ids"),
+        "{entries}"
+    );
 }
 
 #[tokio::test]
