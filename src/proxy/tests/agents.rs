@@ -132,10 +132,10 @@ async fn parallel_calls_and_retries_do_not_mix() {
     let app = toy();
     let first = chat_turn(&app, &[user("hi")], &json!({"seed": 1})).await;
     let history = [user("hi"), first.message.clone()];
-    let branches = ["left", "right", "right"].map(|text| {
+    let branches = [("left", 1), ("right", 2), ("right", 3)].map(|(text, seed)| {
         let messages = [&history[..], &[user(text)]].concat();
         let app = app.clone();
-        tokio::spawn(async move { chat_turn(&app, &messages, &json!({})).await })
+        tokio::spawn(async move { chat_turn(&app, &messages, &json!({"seed": seed})).await })
     });
     let mut told = Vec::new();
     for branch in branches {
@@ -210,7 +210,7 @@ async fn a_chat_stream_tells_what_the_whole_answer_tells() {
 async fn anthropics_messages_are_captured_and_go_on() {
     let app = toy();
     let mut body = json!({
-        "model": "claude-9", "max_tokens": 24, "system": [{"type": "text", "text": "be"}],
+        "model": "claude-9", "max_tokens": 24, "seed": 1, "system": [{"type": "text", "text": "be"}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
         "tools": [
             {"name": "f", "description": "d", "input_schema": {"type": "object"}},
@@ -260,7 +260,7 @@ async fn anthropics_messages_are_captured_and_go_on() {
 async fn responses_are_captured_and_go_on() {
     let app = toy();
     let mut body = json!({
-        "model": "gpt-9", "max_output_tokens": 24, "instructions": "be", "input": "hi",
+        "model": "gpt-9", "max_output_tokens": 24, "seed": 1, "instructions": "be", "input": "hi",
     });
     let whole = ask(&app, "/v1/responses", &body).await.ok();
     assert_eq!(whole["object"], "response");

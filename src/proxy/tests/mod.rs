@@ -133,7 +133,7 @@ async fn ask(app: &Router, path: &str, body: &Value) -> Answer {
 
 /// A chat request over `messages` with further fields.
 fn chat(messages: &[Value], fields: &Value) -> Value {
-    let mut body = json!({"model": "gpt-9", "messages": messages, "max_tokens": 24});
+    let mut body = json!({"model": "gpt-9", "messages": messages, "max_tokens": 24, "seed": 1});
     for (key, value) in fields.as_object().unwrap() {
         body[key] = value.clone();
     }
