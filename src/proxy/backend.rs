@@ -7,20 +7,11 @@ use tokio::sync::mpsc;
 
 use super::ProxyError;
 use super::dialect::Answer;
-use super::history::Continued;
-use super::record::{Call, CallTokens, Ending};
+use super::generation::{self, EngineCall};
 use super::session::{Purpose, Session};
 use super::upstream::{Upstream, UpstreamCall};
-use crate::chat::{Message, Role};
-use crate::engine::{
-    EngineHandle, FinishReason, Finished, GenerateEvent, GenerateRequest, Generation,
-    SamplingParams,
-};
-use crate::http::uuid4;
-use crate::openai::{
-    ApiError, ChatRequest, Conversation, Delta, Fields, ServedModel, TurnReader, TurnSoFar, Usage,
-    all_tokens, call_json, logprobs_json,
-};
+use crate::engine::EngineHandle;
+use crate::openai::{ChatRequest, Delta, Fields, ServedModel};
 
 /// Who answers the calls.
 #[derive(Debug)]
@@ -38,7 +29,7 @@ pub enum Backend {
 
 /// A request that is ready to be answered.
 pub(super) struct Prepared {
-    work: Work,
+    pub(super) work: Work,
     /// The conversation and the tools, in the shape of chat completions.
     pub(super) messages: Vec<Value>,
     pub(super) tools: Vec<Value>,
@@ -50,12 +41,8 @@ pub(super) struct Prepared {
     pub(super) why_context: Option<String>,
 }
 
-enum Work {
-    Generate {
-        generate: Box<GenerateRequest>,
-        reader: TurnReader,
-        tells_logprobs: bool,
-    },
+pub(super) enum Work {
+    Generate(Box<EngineCall>),
     Forward(Box<UpstreamCall>),
 }
 
@@ -117,34 +104,17 @@ impl Backend {
         }
         match self {
             Self::Engine { engine, model } => {
-                prepare_generation(engine, model, session, body, is_streamed)
+                generation::prepare(engine, model, session, body, is_streamed)
             }
             Self::Upstream(upstream) => prepare_forward(upstream, session, body),
         }
     }
 
     /// Answers a request; text goes to `told` while it comes, all of it before this returns.
-    pub(super) async fn answer(&self, work: &mut Prepared, told: &Told) -> Result<Outcome, Ended> {
-        match (self, &mut work.work) {
-            (
-                Self::Engine { engine, model },
-                Work::Generate {
-                    generate,
-                    reader,
-                    tells_logprobs,
-                },
-            ) => {
-                let is_trainable = work.why_context.is_none();
-                let generation = engine
-                    .submit((**generate).clone())
-                    .map_err(ApiError::from)?;
-                let turn = Turn {
-                    model,
-                    reader,
-                    tells_logprobs: *tells_logprobs,
-                    is_trainable,
-                };
-                turn.run(generation, generate, told).await
+    pub(super) async fn answer(&self, work: &Prepared, told: &Told) -> Result<Outcome, Ended> {
+        match (self, &work.work) {
+            (Self::Engine { engine, model }, Work::Generate(call)) => {
+                call.answer(engine, model, told).await
             }
             (Self::Upstream(upstream), Work::Forward(call)) => upstream.answer(call, told).await,
             _ => Err(ProxyError::upstream("the work is another backend's").into()),
@@ -160,7 +130,7 @@ impl Backend {
             Self::Engine { model, .. } => {
                 let request = ChatRequest::take(Fields::from(body))?;
                 let conversation = request.conversation()?;
-                Ok(render(model, &conversation)?.0.len())
+                Ok(generation::render(model, &conversation)?.0.len())
             }
             Self::Upstream(_) => {
                 let text = |name: &str| body.get(name).map_or(0, |value| value.to_string().len());
@@ -253,230 +223,6 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
         }
     }
     Ok(())
-}
-
-fn prepare_generation(
-    engine: &EngineHandle,
-    model: &ServedModel,
-    session: &Session,
-    body: Map<String, Value>,
-    is_streamed: bool,
-) -> Result<Prepared, ProxyError> {
-    let seed = body.get("seed").cloned();
-    let mut request = ChatRequest::take(Fields::from(body))?;
-    let conversation = request.conversation()?;
-    let tools = match conversation.tools.is_empty() {
-        true => Vec::new(),
-        false => request.tools.clone(),
-    };
-    let options = &conversation.options;
-    let setting = json!([tools, options.enable_thinking, options.extra]);
-    let (prompt, tail) = match go_on(model, session, &setting, &request.messages, &conversation) {
-        Some(prompt) => prompt,
-        None => render(model, &conversation)?,
-    };
-    let common = &mut request.common;
-    // Agents ask for more than there is room for, some without a choice.
-    let room = engine.limits().max_context.saturating_sub(prompt.len());
-    common.max_tokens = common.max_tokens.map(|tokens| tokens.min(room.max(1)));
-    common.stream = is_streamed;
-    let generate = common.request(engine, model, 1, prompt)?;
-    let trainable = generate.params.check_trainable();
-    let why_context = match session.options.purpose {
-        Purpose::Eval => Some("the session is for evaluation".to_owned()),
-        _ => trainable.err().map(|error| error.to_string()),
-    };
-    Ok(Prepared {
-        sampling: sampling_json(&generate.params, seed),
-        work: Work::Generate {
-            reader: TurnReader::after(&tail, model.tool_call_format, conversation.tools),
-            tells_logprobs: common.top_logprobs.is_some(),
-            generate: Box::new(generate),
-        },
-        messages: request.messages,
-        tools,
-        setting,
-        why_context,
-    })
-}
-
-/// Returns the ids of a whole conversation, and the text that they are of.
-fn render(
-    model: &ServedModel,
-    conversation: &Conversation,
-) -> Result<(Vec<u32>, String), ProxyError> {
-    let Conversation {
-        messages,
-        tools,
-        options,
-    } = conversation;
-    let chat = (model.template.render(messages, tools, options)).map_err(ApiError::from)?;
-    let ids = (model.tokenizer.encode_chat(&chat.text, &chat.literal)).map_err(ApiError::from)?;
-    Ok((ids, chat.text))
-}
-
-/// Returns the ids of an earlier call and of what was said since, and the text of the latter; none
-/// where the conversation goes on from no call, or where the template writes what was said before anew.
-fn go_on(
-    model: &ServedModel,
-    session: &Session,
-    setting: &Value,
-    sent: &[Value],
-    conversation: &Conversation,
-) -> Option<(Vec<u32>, String)> {
-    let (earlier, continued): (Call, Continued) = session.find(setting, sent)?;
-    let new = conversation.messages.get(continued.messages..)?;
-    let is_answer = |message: &Message| message.role == Role::Assistant;
-    if new.is_empty() || new.iter().any(is_answer) {
-        return None;
-    }
-    let tokens = earlier.tokens?;
-    let end_of_turn = model.tokenizer.eos_token()?;
-    let end = model.tokenizer.token_to_id(end_of_turn)?;
-    let suffix = (model.template)
-        .tool_suffix(new, &conversation.tools, end_of_turn, &conversation.options)
-        .ok()?;
-    let mut ids = [tokens.prompt(), tokens.completion()].concat();
-    match tokens.completion().last() {
-        Some(&last) if last == end && continued.added.is_empty() => {}
-        // Another token that ends turns: the template goes on from its own.
-        Some(last) if model.stop_token_ids.contains(last) => return None,
-        // The answer was cut off; it is closed for it, after what its agent added.
-        _ => {
-            ids.extend(model.tokenizer.encode_ordinary(&continued.added).ok()?);
-            ids.push(end);
-        }
-    }
-    ids.extend((model.tokenizer.encode_chat(&suffix.text, &suffix.literal)).ok()?);
-    Some((ids, suffix.text))
-}
-
-fn sampling_json(params: &SamplingParams, seed: Option<Value>) -> Map<String, Value> {
-    let mut sampling = Map::new();
-    let mut tell = |name: &str, value: Value| sampling.insert(name.to_owned(), value);
-    tell("temperature", json!(params.temperature));
-    tell("top_p", json!(params.top_p));
-    tell("top_k", json!(params.top_k));
-    tell("min_p", json!(params.min_p));
-    tell("repetition_penalty", json!(params.repetition_penalty));
-    tell("presence_penalty", json!(params.presence_penalty));
-    tell("frequency_penalty", json!(params.frequency_penalty));
-    tell("max_tokens", json!(params.max_new_tokens));
-    tell("min_tokens", json!(params.min_new_tokens));
-    tell("stop", json!(params.stop));
-    if !params.logit_bias.is_empty() {
-        tell("logit_bias", json!(params.logit_bias));
-    }
-    if let Some(seed) = seed {
-        tell("seed", seed);
-    }
-    sampling
-}
-
-/// One turn of our engine.
-struct Turn<'a> {
-    model: &'a ServedModel,
-    reader: &'a TurnReader,
-    tells_logprobs: bool,
-    is_trainable: bool,
-}
-
-impl Turn<'_> {
-    async fn run(
-        &self,
-        mut generation: Generation,
-        generate: &GenerateRequest,
-        told: &Told,
-    ) -> Result<Outcome, Ended> {
-        let mut so_far = TurnSoFar::new(&self.model.tokenizer, &generate.params);
-        loop {
-            match generation.next().await {
-                Some(GenerateEvent::Tokens { tokens, .. }) => {
-                    let delta = so_far.push(self.reader, &tokens).map_err(ApiError::from)?;
-                    tell(told, delta).await?;
-                }
-                Some(GenerateEvent::Finished { finished, .. }) => {
-                    let turn = finished
-                        .text(&self.model.tokenizer)
-                        .map_err(ApiError::from)?;
-                    let rest = so_far.rest(&self.reader.read(&turn));
-                    tell(told, rest).await?;
-                    return Ok(self.outcome(&turn, *finished, generate)?);
-                }
-                Some(GenerateEvent::Failed(error)) => return Err(ApiError::from(error).into()),
-                None => {
-                    let message = "the engine stopped while it served this request".to_owned();
-                    return Err(ApiError::Internal { message }.into());
-                }
-            }
-        }
-    }
-
-    fn outcome(
-        &self,
-        text: &str,
-        finished: Finished,
-        generate: &GenerateRequest,
-    ) -> Result<Outcome, ProxyError> {
-        let tokenizer = &self.model.tokenizer;
-        let turn = self.reader.read(text);
-        let has_calls = !turn.tool_calls.is_empty();
-        let content = match turn.content.is_empty() && has_calls {
-            true => Value::Null,
-            false => Value::from(turn.content),
-        };
-        let mut message = json!({"role": "assistant", "content": content});
-        if let Some(reasoning) = turn.reasoning.filter(|reasoning| !reasoning.is_empty()) {
-            message["reasoning_content"] = Value::from(reasoning);
-        }
-        if has_calls {
-            let call = |call| call_json(call, &format!("call_{}", uuid4().replace('-', "")));
-            message["tool_calls"] = turn.tool_calls.iter().map(call).collect();
-        }
-        let mut unsaid = String::new();
-        let ending = match (finished.finish_reason, &finished.stop_text) {
-            (FinishReason::Length, _) => Ending::Length,
-            (_, Some(stop)) => {
-                let whole = tokenizer.decode(&finished.tokens).map_err(ApiError::from)?;
-                let at = whole.floor_char_boundary(stop.at);
-                unsaid = whole[at..].to_owned();
-                match has_calls {
-                    true => Ending::ToolCalls,
-                    false => Ending::StopText(stop.text.clone()),
-                }
-            }
-            _ if has_calls => Ending::ToolCalls,
-            _ => Ending::Stop,
-        };
-        let logprobs = match self.tells_logprobs {
-            true => logprobs_json(tokenizer, &all_tokens(&finished)),
-            false => Value::Null,
-        };
-        let mut usage = Usage {
-            prompt: generate.prompt.len(),
-            ..Usage::default()
-        };
-        usage.add(&finished);
-        let Finished {
-            tokens,
-            logprobs: sampled,
-            is_sampled,
-            ..
-        } = finished;
-        let is_target = |at: usize| self.is_trainable && is_sampled.get(at) == Some(&true);
-        let tokens = CallTokens::new(generate.prompt.clone(), tokens, sampled, is_target)?;
-        Ok(Outcome {
-            answer: Answer {
-                message,
-                ending,
-                usage,
-                tokens: Some(tokens),
-                logprobs,
-            },
-            unsaid,
-            why_context: None,
-        })
-    }
 }
 
 /// Tells more of an answer to whoever waits for it.

@@ -132,8 +132,7 @@ impl UnderWay {
         if is_streamed {
             return self.stream(prepared, dialect).await;
         }
-        let mut prepared = prepared;
-        match self.app.backend.answer(&mut prepared, &None).await {
+        match self.app.backend.answer(&prepared, &None).await {
             Ok(outcome) => {
                 let answer = self.record(prepared, outcome).await?;
                 Ok(Json(dialect.whole(&answer)).into_response())
@@ -269,12 +268,12 @@ struct Streamed {
 struct Gone;
 
 impl Streamed {
-    async fn run(&mut self, mut prepared: Prepared) -> Result<(), Gone> {
+    async fn run(&mut self, prepared: Prepared) -> Result<(), Gone> {
         let (told, mut deltas) = mpsc::channel(WAITING);
         let app = Arc::clone(&self.call.app);
         let told = Some(told);
         let outcome = {
-            let answering = app.backend.answer(&mut prepared, &told);
+            let answering = app.backend.answer(&prepared, &told);
             tokio::pin!(answering);
             loop {
                 tokio::select! {

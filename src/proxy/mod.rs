@@ -20,6 +20,7 @@ mod call;
 mod control;
 mod dialect;
 mod error;
+mod generation;
 mod graph;
 mod history;
 mod metrics;
