@@ -127,10 +127,12 @@ impl Backend {
         body.entry("model")
             .or_insert_with(|| Value::from(self.model()));
         match self {
-            Self::Engine { model, .. } => {
+            Self::Engine { engine, model } => {
                 let request = ChatRequest::take(Fields::from(body))?;
                 let conversation = request.conversation()?;
-                Ok(generation::render(model, &conversation)?.0.len())
+                Ok(generation::render(engine, model, &request, &conversation)?
+                    .0
+                    .len())
             }
             Self::Upstream(_) => {
                 let text = |name: &str| body.get(name).map_or(0, |value| value.to_string().len());

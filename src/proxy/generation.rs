@@ -16,7 +16,7 @@ use crate::engine::{
 use crate::http::uuid4;
 use crate::openai::{
     ApiError, ChatRequest, Conversation, Fields, ServedModel, TurnReader, TurnSoFar, Usage,
-    all_tokens, call_json, logprobs_json,
+    all_tokens, call_json, check_length, logprobs_json,
 };
 
 /// Reads a request in the shape of chat completions for our engine.
@@ -30,6 +30,10 @@ pub(super) fn prepare(
     let seed = body.get("seed").cloned();
     let mut request = ChatRequest::take(Fields::from(body))?;
     let conversation = request.conversation()?;
+    if let Some(name) = conversation.forced_by() {
+        let message = "what agents learn from must be the model's own: answers are not guided here";
+        return Err(ProxyError::invalid(name, message));
+    }
     let tools = match conversation.tools.is_empty() {
         true => Vec::new(),
         false => request.tools.clone(),
@@ -38,7 +42,7 @@ pub(super) fn prepare(
     let setting = json!([tools, options.enable_thinking, options.extra]);
     let (prompt, tail) = match go_on(model, session, &setting, &request.messages, &conversation) {
         Some(prompt) => prompt,
-        None => render(model, &conversation)?,
+        None => render(engine, model, &request, &conversation)?,
     };
     let common = &mut request.common;
     // Agents ask for more than there is room for, some without a choice.
@@ -68,15 +72,19 @@ pub(super) fn prepare(
 
 /// Returns the ids of a whole conversation, and the text that they are of.
 pub(super) fn render(
+    engine: &EngineHandle,
     model: &ServedModel,
+    request: &ChatRequest,
     conversation: &Conversation,
 ) -> Result<(Vec<u32>, String), ProxyError> {
     let Conversation {
         messages,
         tools,
         options,
+        ..
     } = conversation;
     let chat = (model.template.render(messages, tools, options)).map_err(ApiError::from)?;
+    check_length(engine, model, &chat.text, request.common.keys)?;
     let ids = (model.tokenizer.encode_chat(&chat.text, &chat.literal)).map_err(ApiError::from)?;
     Ok((ids, chat.text))
 }

@@ -48,7 +48,7 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
 
-use crate::http::{ApiKey, name_request, unix_seconds};
+use crate::http::{self, ApiKey, Bodies, is_cross_site, name_request, unix_seconds};
 use crate::openai::ApiError;
 
 pub use self::backend::Backend;
@@ -115,6 +115,7 @@ struct App {
     config: ProxyConfig,
     sessions: Sessions,
     metrics: Metrics,
+    bodies: Bodies,
     started: u64,
 }
 
@@ -176,6 +177,7 @@ pub fn router(backend: Backend, config: ProxyConfig) -> Router {
         config.out.clone(),
     );
     let app = Arc::new(App {
+        bodies: Bodies::new(config.max_body_bytes),
         backend,
         config,
         sessions,
@@ -186,6 +188,10 @@ pub fn router(backend: Backend, config: ProxyConfig) -> Router {
         control::routes().route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
     data_plane()
         .merge(guarded)
+        .route_layer(middleware::from_fn_with_state(
+            Arc::clone(&app),
+            read_request_body,
+        ))
         .route("/health", get(health))
         .route("/metrics", get(metrics_page))
         .fallback(|uri: Uri| async move {
@@ -300,6 +306,25 @@ async fn authorize(
     next.run(request).await
 }
 
+/// Reads the body of a request, within the room and the time that bodies have.
+async fn read_request_body(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    request: Request,
+    next: Next,
+) -> Response {
+    let api = match request.uri().path().contains("/messages") {
+        true => Api::Messages,
+        false => Api::Chat,
+    };
+    let refuse = move |error: ApiError| call::failure(api, &ProxyError::from(error));
+    if app.config.admin_key.is_none() && is_cross_site(&headers) {
+        return refuse(ApiError::CrossSite);
+    }
+    let read = |error| refuse(ApiError::from(error));
+    app.bodies.read(request, next, read).await
+}
+
 async fn count(
     State(app): State<Arc<App>>,
     path: Option<MatchedPath>,
@@ -362,10 +387,5 @@ async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
 }
 
 async fn metrics_page(State(app): State<Arc<App>>) -> Response {
-    let text = app.metrics.render(&app.sessions);
-    let kind = [(
-        header::CONTENT_TYPE,
-        "text/plain; version=0.0.4; charset=utf-8",
-    )];
-    (kind, text).into_response()
+    http::metrics_page(app.metrics.render(&app.sessions))
 }

@@ -165,9 +165,8 @@ pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
     on_runtime(args.listen, async |listener, stop| {
         let address = listener.local_addr().map_err(Failure::internal)?;
         printer.note(&format!("Capturing at http://{address}/v1 what {what}"));
-        http::serve(listener, router, stop, args.grace)
-            .await
-            .map_err(Failure::internal)
+        http::serve(listener, router, stop, args.grace).await;
+        Ok(())
     })?;
     if let Some(thread) = thread {
         // The thread ends once its handles are gone; it panicked only if it has said so.
