@@ -16,6 +16,7 @@ pub mod hub;
 mod lines;
 pub mod openai;
 pub mod openenv;
+pub mod proxy;
 pub mod report;
 pub mod rollout;
 pub mod run;

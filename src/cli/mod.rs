@@ -82,6 +82,8 @@ enum Command {
     Chat(commands::chat::ChatArgs),
     /// Serve a model with the OpenAI API, or an environment over OpenEnv's protocol
     Serve(commands::serve::ServeArgs),
+    /// Put agents of third parties in front of a model and capture their calls as tokens
+    Proxy(commands::proxy::ProxyArgs),
     /// Run one Python program in a fresh sandbox
     Exec(commands::exec::ExecArgs),
     /// Grade submissions against a task set
@@ -119,6 +121,7 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),
+        Command::Proxy(args) => commands::proxy::run(&args, &printer),
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Task(args) => commands::task::run(&args, &printer),

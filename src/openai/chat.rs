@@ -9,13 +9,13 @@ use axum::extract::{Extension, State};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
-use super::conversation::{read_message, read_tool};
-use super::guidance::{self, ResponseFormat, ToolChoice};
-use super::stream::{Chunks, Envelope, Streamed, TextSoFar, Usage, collect};
-use super::turn::{ReadTurn, TurnReader, call_json, logprobs_json, rest};
+use super::conversation::Conversation;
+use super::guidance;
+use super::stream::{Chunks, Envelope, Streamed, Usage, collect};
+use super::turn::{Delta, ReadTurn, TurnReader, TurnSoFar, call_json, logprobs_json};
 use super::wire::ChatRequest;
 use super::{ApiError, App, unix_seconds};
-use crate::chat::{AnswerReasoning, Message, RenderOptions, ToolSpec};
+use crate::chat::AnswerReasoning;
 use crate::engine::{
     EngineError, FinishReason, Finished, GenerateRequest, GeneratedToken, SamplingParams,
     TokenLogprob,
@@ -100,54 +100,29 @@ pub(super) async fn complete(
 
 fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     app.check_model(&request.common.model)?;
-    let format = ResponseFormat::read(request.response_format.as_ref())?;
-    let choice = ToolChoice::read(request.tool_choice.as_ref())?;
-    let mut tools: Vec<ToolSpec> = Vec::new();
-    for tool in request.tools.iter().filter(|_| choice != ToolChoice::None) {
-        tools.push(read_tool(tools.len(), tool)?);
-    }
-    let messages = request
-        .messages
-        .iter()
-        .enumerate()
-        .map(|(index, message)| read_message(index, message))
-        .collect::<Result<Vec<Message>, _>>()?;
-    if messages.is_empty() {
-        return Err(ApiError::invalid("messages", "there is no message"));
-    }
-    let mut extra = request.chat_template_kwargs.clone();
-    let enable_thinking = match extra.remove("enable_thinking") {
-        None | Some(Value::Null) => None,
-        Some(Value::Bool(enabled)) => Some(enabled),
-        Some(_) => {
-            let message = "`enable_thinking` must be true or false";
-            return Err(ApiError::invalid("chat_template_kwargs", message));
-        }
-    };
-    let options = RenderOptions {
-        add_generation_prompt: true,
-        enable_thinking,
-        extra,
-    };
-    let chat = app.model.template.render(&messages, &tools, &options)?;
-    app.check_length(&chat.text, request.common.keys)?;
-    let prompt = app.model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
-    let is_thinking = chat.text.trim_end().ends_with("<think>");
-    let reasoning = match (is_thinking, options.enable_thinking) {
+    let Conversation {
+        messages,
+        tools,
+        options,
+        format,
+        choice,
+    } = request.conversation()?;
+    let model = &app.model;
+    let chat = model.template.render(&messages, &tools, &options)?;
+    let common = &request.common;
+    app.check_length(&chat.text, common.keys)?;
+    let prompt = model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
+    let mut generate = common.request(&app.engine, model, app.max_choices(), prompt)?;
+    let reader = TurnReader::after(&chat.text, model.tool_call_format, tools);
+    let reasoning = match (reader.is_thinking, options.enable_thinking) {
         (true, _) => AnswerReasoning::Open,
         (false, Some(false)) => AnswerReasoning::Off,
         (false, _) => AnswerReasoning::Optional,
     };
-    let common = &request.common;
-    let mut generate = common.request(app, prompt)?;
-    generate.guide = guidance::guide(app, request, &format, &choice, &tools, reasoning)?;
+    generate.guide = guidance::guide(app, request, &format, &choice, &reader.tools, reasoning)?;
     Ok(Prepared {
         generate,
-        reader: TurnReader {
-            format: app.model.tool_call_format,
-            tools,
-            is_thinking,
-        },
+        reader,
         tells_logprobs: common.top_logprobs.is_some(),
         returns_token_ids: common.return_token_ids,
         tells_usage: common.include_usage,
@@ -206,13 +181,21 @@ impl Teller {
     }
 
     /// Returns a choice of an answer that is sent as it comes.
-    fn choice(&self, params: &SamplingParams) -> ChoiceSoFar {
-        ChoiceSoFar {
-            text: TextSoFar::new(&self.app.model.tokenizer, params),
-            reasoning: String::new(),
-            content: String::new(),
-        }
+    fn choice(&self, params: &SamplingParams) -> TurnSoFar {
+        TurnSoFar::new(&self.app.model.tokenizer, params)
     }
+}
+
+/// Returns what is new as the API tells it.
+pub(crate) fn delta_json(delta: Delta) -> Map<String, Value> {
+    [
+        ("reasoning_content", delta.reasoning),
+        ("content", delta.content),
+    ]
+    .into_iter()
+    .filter(|(_, text)| !text.is_empty())
+    .map(|(name, text)| (name.to_owned(), Value::from(text)))
+    .collect()
 }
 
 pub(super) fn finish_reason(finished: &Finished, has_calls: bool) -> &'static str {
@@ -229,7 +212,7 @@ pub(super) fn tell_stop(choice: &mut Value, finished: &Finished) {
     choice["stop_reason"] = stop.map_or(Value::Null, |stop| Value::from(stop.text.as_str()));
 }
 
-pub(super) fn all_tokens(finished: &Finished) -> Vec<GeneratedToken> {
+pub(crate) fn all_tokens(finished: &Finished) -> Vec<GeneratedToken> {
     let top = |at: usize| finished.top_logprobs.get(at).cloned().unwrap_or_default();
     (0..finished.tokens.len())
         .map(|at| GeneratedToken {
@@ -243,16 +226,9 @@ pub(super) fn all_tokens(finished: &Finished) -> Vec<GeneratedToken> {
         .collect()
 }
 
-struct ChoiceSoFar {
-    text: TextSoFar,
-    /// What was sent.
-    reasoning: String,
-    content: String,
-}
-
 struct ChatChunks {
     teller: Teller,
-    choices: Vec<ChoiceSoFar>,
+    choices: Vec<TurnSoFar>,
 }
 
 impl Chunks for ChatChunks {
@@ -267,20 +243,7 @@ impl Chunks for ChatChunks {
         tokens: &[GeneratedToken],
     ) -> Result<Option<Value>, EngineError> {
         let teller = &self.teller;
-        let choice = &mut self.choices[index];
-        choice.text.push(tokens)?;
-        let (reasoning, content) = teller.reader.settled(&choice.text.text);
-        let mut delta = Map::new();
-        for (name, sent, now) in [
-            ("reasoning_content", &mut choice.reasoning, reasoning),
-            ("content", &mut choice.content, content),
-        ] {
-            let new = now.strip_prefix(sent.as_str()).unwrap_or_default();
-            if !new.is_empty() {
-                delta.insert(name.to_owned(), Value::from(new));
-                sent.push_str(new);
-            }
-        }
+        let delta = delta_json(self.choices[index].push(&teller.reader, tokens)?);
         if delta.is_empty() && !teller.tells_logprobs && !teller.returns_token_ids {
             return Ok(None);
         }
@@ -299,19 +262,8 @@ impl Chunks for ChatChunks {
 
     fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError> {
         let teller = &self.teller;
-        let sent = &self.choices[index];
         let turn = teller.read(finished)?;
-        let mut delta = Map::new();
-        let reasoning = turn.reasoning.unwrap_or_default();
-        for (name, now, sent) in [
-            ("reasoning_content", &reasoning, &sent.reasoning),
-            ("content", &turn.content, &sent.content),
-        ] {
-            let new = rest(now, sent);
-            if !new.is_empty() {
-                delta.insert(name.to_owned(), Value::from(new));
-            }
-        }
+        let mut delta = delta_json(self.choices[index].rest(&turn));
         let mut calls = Vec::new();
         for (at, call) in turn.tool_calls.iter().enumerate() {
             let mut call = call_json(call, &teller.app.id("call"));

@@ -149,7 +149,10 @@ fn prepare(app: &App, request: &CompletionRequest) -> Result<Vec<GenerateRequest
     }
     prompts
         .into_iter()
-        .map(|prompt| request.common.request(app, prompt))
+        .map(|prompt| {
+            let common = &request.common;
+            common.request(&app.engine, &app.model, limit, prompt)
+        })
         .collect()
 }
 

@@ -3,11 +3,71 @@
 use serde_json::{Map, Value};
 
 use super::ApiError;
-use super::wire::kind;
-use crate::chat::{Message, Role, ToolCall, ToolSpec};
+use super::guidance::{ResponseFormat, ToolChoice};
+use super::wire::{ChatRequest, kind};
+use crate::chat::{Message, RenderOptions, Role, ToolCall, ToolSpec};
+
+/// What a chat request says, and how it is to be rendered.
+#[derive(Debug)]
+pub(crate) struct Conversation {
+    pub(crate) messages: Vec<Message>,
+    pub(crate) tools: Vec<ToolSpec>,
+    pub(crate) options: RenderOptions,
+    pub(crate) format: ResponseFormat,
+    pub(crate) choice: ToolChoice,
+}
+
+impl Conversation {
+    /// Returns the field that says what the answer must look like, if one does.
+    pub(crate) fn forced_by(&self) -> Option<&'static str> {
+        if self.format != ResponseFormat::Text {
+            return Some("response_format");
+        }
+        let is_forced = matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_));
+        is_forced.then_some("tool_choice")
+    }
+}
+
+impl ChatRequest {
+    /// Reads what the request says; what cannot be done is refused.
+    pub(crate) fn conversation(&self) -> Result<Conversation, ApiError> {
+        let format = ResponseFormat::read(self.response_format.as_ref())?;
+        let choice = ToolChoice::read(self.tool_choice.as_ref())?;
+        let mut tools: Vec<ToolSpec> = Vec::new();
+        for tool in self.tools.iter().filter(|_| choice != ToolChoice::None) {
+            tools.push(read_tool(tools.len(), tool)?);
+        }
+        let messages = (self.messages.iter().enumerate())
+            .map(|(index, message)| read_message(index, message))
+            .collect::<Result<Vec<Message>, _>>()?;
+        if messages.is_empty() {
+            return Err(ApiError::invalid("messages", "there is no message"));
+        }
+        let mut extra = self.chat_template_kwargs.clone();
+        let enable_thinking = match extra.remove("enable_thinking") {
+            None | Some(Value::Null) => None,
+            Some(Value::Bool(enabled)) => Some(enabled),
+            Some(_) => {
+                let message = "`enable_thinking` must be true or false";
+                return Err(ApiError::invalid("chat_template_kwargs", message));
+            }
+        };
+        Ok(Conversation {
+            messages,
+            tools,
+            options: RenderOptions {
+                add_generation_prompt: true,
+                enable_thinking,
+                extra,
+            },
+            format,
+            choice,
+        })
+    }
+}
 
 /// Reads a message with OpenAI's varieties: content in parts, arguments as text, `developer`.
-pub(super) fn read_message(index: usize, message: &Value) -> Result<Message, ApiError> {
+pub(crate) fn read_message(index: usize, message: &Value) -> Result<Message, ApiError> {
     read_fields(message).map_err(|reason| {
         ApiError::invalid(
             "messages",
@@ -17,7 +77,7 @@ pub(super) fn read_message(index: usize, message: &Value) -> Result<Message, Api
 }
 
 /// Reads a tool, `{"type": "function", "function": {…}}` or the inner object alone.
-pub(super) fn read_tool(index: usize, tool: &Value) -> Result<ToolSpec, ApiError> {
+fn read_tool(index: usize, tool: &Value) -> Result<ToolSpec, ApiError> {
     read_function(tool).map_err(|reason| {
         ApiError::invalid("tools", format!("tool {index} is malformed: {reason}"))
     })

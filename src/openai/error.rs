@@ -70,7 +70,7 @@ pub enum ApiError {
 
 impl ApiError {
     /// Returns the error of a field whose value cannot be.
-    pub(super) fn invalid(param: &'static str, message: impl Into<String>) -> Self {
+    pub(crate) fn invalid(param: &'static str, message: impl Into<String>) -> Self {
         Self::Invalid {
             message: message.into(),
             param: Some(param),
@@ -79,7 +79,7 @@ impl ApiError {
     }
 
     /// Returns the error of a fault of ours.
-    pub(super) fn internal(error: &dyn std::error::Error) -> Self {
+    pub(crate) fn internal(error: &dyn std::error::Error) -> Self {
         let mut message = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
@@ -90,7 +90,8 @@ impl ApiError {
         Self::Internal { message }
     }
 
-    fn status(&self) -> StatusCode {
+    /// Returns the status of the response.
+    pub(crate) fn status(&self) -> StatusCode {
         match self {
             Self::Invalid { .. } => StatusCode::BAD_REQUEST,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
@@ -106,7 +107,7 @@ impl ApiError {
     }
 
     /// Returns the body: `{"error": {"message", "type", "param", "code"}}`.
-    pub(super) fn body(&self) -> Value {
+    pub(crate) fn body(&self) -> Value {
         let (kind, code, param) = match self {
             Self::Invalid { param, code, .. } => ("invalid_request_error", *code, *param),
             Self::Unauthorized => ("authentication_error", Some("invalid_api_key"), None),

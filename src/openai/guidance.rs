@@ -9,7 +9,7 @@ use crate::engine::{EngineError, Guide, GuideFactory};
 
 /// What `response_format` asks for.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum ResponseFormat {
+pub(crate) enum ResponseFormat {
     Text,
     Json { schema: Value, is_strict: bool },
 }
@@ -50,7 +50,7 @@ impl ResponseFormat {
 
 /// What `tool_choice` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum ToolChoice {
+pub(crate) enum ToolChoice {
     Auto,
     None,
     /// A call of some tool.

@@ -50,8 +50,14 @@ use crate::http::{
 
 pub use error::ApiError;
 
+pub(crate) use chat::{all_tokens, delta_json};
+pub(crate) use conversation::{Conversation, read_message};
+pub(crate) use prepare::check_length;
+pub(crate) use stream::{Envelope, Events, Usage};
+pub(crate) use turn::{Delta, TurnReader, TurnSoFar, call_json, logprobs_json};
+pub(crate) use wire::{ChatRequest, Fields, parse_object};
+
 use metrics::Metrics;
-use wire::Fields;
 
 /// The model behind the API.
 #[derive(Debug, Clone)]

@@ -1,8 +1,10 @@
 //! From what a client asks to what the engine is asked.
 
 use super::wire::{Common, Keys};
-use super::{ApiError, App};
-use crate::engine::{EngineError, GenerateRequest, SamplingParams, SequenceSeed, ThinkingBudget};
+use super::{ApiError, App, ServedModel};
+use crate::engine::{
+    EngineError, EngineHandle, GenerateRequest, SamplingParams, SequenceSeed, ThinkingBudget,
+};
 
 /// Most tokens that end a turn besides the model's.
 const MAX_STOP_TOKENS: usize = 64;
@@ -10,22 +12,33 @@ const MAX_STOP_TOKENS: usize = 64;
 const MAX_TOP_LOGPROBS: usize = 20;
 
 impl Common {
-    /// Returns what to generate behind `prompt`.
-    pub(super) fn request(&self, app: &App, prompt: Vec<u32>) -> Result<GenerateRequest, ApiError> {
-        let params = self.params(app, prompt.len())?;
-        let checked = app.engine.limits().check(&prompt, &params);
+    /// Returns what to generate behind `prompt`, in at most `max_choices` ways.
+    pub(crate) fn request(
+        &self,
+        engine: &EngineHandle,
+        model: &ServedModel,
+        max_choices: usize,
+        prompt: Vec<u32>,
+    ) -> Result<GenerateRequest, ApiError> {
+        let params = self.params(engine, model, prompt.len())?;
+        let checked = engine.limits().check(&prompt, &params);
         checked.map_err(|error| self.keys.refuse(error))?;
         Ok(GenerateRequest {
             prompt,
             params,
-            seeds: self.seeds(app)?,
+            seeds: self.seeds(max_choices)?,
             guide: None,
             stream: self.stream,
         })
     }
 
-    fn params(&self, app: &App, prompt: usize) -> Result<SamplingParams, ApiError> {
-        let limit = app.engine.limits().max_context;
+    fn params(
+        &self,
+        engine: &EngineHandle,
+        model: &ServedModel,
+        prompt: usize,
+    ) -> Result<SamplingParams, ApiError> {
+        let limit = engine.limits().max_context;
         if prompt >= limit {
             return Err(self.keys.refuse(EngineError::PromptTooLong {
                 tokens: prompt,
@@ -59,11 +72,11 @@ impl Common {
             ));
         }
         if !self.ignore_eos {
-            stop_token_ids.extend(&app.model.stop_token_ids);
+            stop_token_ids.extend(&model.stop_token_ids);
         }
         let thinking = self
             .thinking_token_budget
-            .map(|tokens| ThinkingBudget::new(&app.model.tokenizer, tokens))
+            .map(|tokens| ThinkingBudget::new(&model.tokenizer, tokens))
             .transpose()
             .map_err(|error| self.keys.refuse(error))?;
         let default = SamplingParams::default();
@@ -99,8 +112,8 @@ impl Common {
 
     /// Returns a stream of random numbers for each choice. Without a `seed` no two requests have the
     /// same.
-    fn seeds(&self, app: &App) -> Result<Vec<SequenceSeed>, ApiError> {
-        let (n, limit) = (self.n, app.max_choices());
+    fn seeds(&self, limit: usize) -> Result<Vec<SequenceSeed>, ApiError> {
+        let n = self.n;
         if !(1..=limit).contains(&n) {
             return Err(ApiError::invalid("n", format!("{n} is not in 1..={limit}")));
         }
@@ -115,26 +128,36 @@ impl Common {
 }
 
 impl App {
-    /// Refuses a prompt that is too long for the context whatever its tokens are: tokenizing it would take
-    /// a hundred times its memory.
+    /// As [`check_length`], for this server.
     pub(super) fn check_length(&self, prompt: &str, keys: Keys) -> Result<(), ApiError> {
-        let context = self.engine.limits().max_context;
-        // A normalizer may have made the text longer.
-        let most = context
-            .saturating_mul(self.model.tokenizer.longest_token())
-            .saturating_mul(4);
-        if prompt.len() <= most {
-            return Ok(());
-        }
-        Err(ApiError::Invalid {
-            message: format!(
-                "the prompt has {} bytes, more than the {context} tokens of the context hold",
-                prompt.len()
-            ),
-            param: Some(keys.prompt),
-            code: Some("context_length_exceeded"),
-        })
+        check_length(&self.engine, &self.model, prompt, keys)
     }
+}
+
+/// Refuses a prompt that is too long for the context whatever its tokens are: tokenizing it would take
+/// a hundred times its memory.
+pub(crate) fn check_length(
+    engine: &EngineHandle,
+    model: &ServedModel,
+    prompt: &str,
+    keys: Keys,
+) -> Result<(), ApiError> {
+    let context = engine.limits().max_context;
+    // A normalizer may have made the text longer.
+    let most = context
+        .saturating_mul(model.tokenizer.longest_token())
+        .saturating_mul(4);
+    if prompt.len() <= most {
+        return Ok(());
+    }
+    Err(ApiError::Invalid {
+        message: format!(
+            "the prompt has {} bytes, more than the {context} tokens of the context hold",
+            prompt.len()
+        ),
+        param: Some(keys.prompt),
+        code: Some("context_length_exceeded"),
+    })
 }
 
 impl Keys {

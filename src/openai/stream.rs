@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use axum::body::{Body, Bytes};
 use axum::http::header;
-use axum::response::{IntoResponse as _, Response};
+use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
@@ -24,15 +24,15 @@ const WAITING_EVENTS: usize = 64;
 
 /// What stands around every chunk of an answer.
 #[derive(Debug, Clone)]
-pub(super) struct Envelope {
-    pub(super) id: String,
-    pub(super) object: &'static str,
-    pub(super) created: u64,
-    pub(super) model: String,
+pub(crate) struct Envelope {
+    pub(crate) id: String,
+    pub(crate) object: &'static str,
+    pub(crate) created: u64,
+    pub(crate) model: String,
 }
 
 impl Envelope {
-    pub(super) fn wrap(&self, choices: &[Value]) -> Value {
+    pub(crate) fn wrap(&self, choices: &[Value]) -> Value {
         json!({
             "id": self.id,
             "object": self.object,
@@ -45,19 +45,19 @@ impl Envelope {
 
 /// Tokens that an answer took.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Usage {
-    pub(super) prompt: usize,
-    pub(super) completion: usize,
-    pub(super) cached: usize,
+pub(crate) struct Usage {
+    pub(crate) prompt: usize,
+    pub(crate) completion: usize,
+    pub(crate) cached: usize,
 }
 
 impl Usage {
-    pub(super) fn add(&mut self, finished: &Finished) {
+    pub(crate) fn add(&mut self, finished: &Finished) {
         self.completion += finished.tokens.len();
         self.cached = self.cached.max(finished.prefix_hit_tokens.min(self.prompt));
     }
 
-    pub(super) fn to_json(self) -> Value {
+    pub(crate) fn to_json(self) -> Value {
         json!({
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -129,11 +129,7 @@ impl<C: Chunks> Streamed<C> {
         tokio::spawn(async move {
             let _ = self.run(&sender).await;
         });
-        let headers = [
-            (header::CONTENT_TYPE, "text/event-stream"),
-            (header::CACHE_CONTROL, "no-cache"),
-        ];
-        (headers, Body::from_stream(Events(receiver))).into_response()
+        Events(receiver).into_response()
     }
 
     async fn run(mut self, sender: &mpsc::Sender<Bytes>) -> Result<(), Gone> {
@@ -218,7 +214,18 @@ async fn send(sender: &mpsc::Sender<Bytes>, value: &Value) -> Result<(), Gone> {
     sender.send(event).await.map_err(|_| Gone)
 }
 
-struct Events(mpsc::Receiver<Bytes>);
+/// The events of an answer as the body of a response.
+pub(crate) struct Events(pub(crate) mpsc::Receiver<Bytes>);
+
+impl IntoResponse for Events {
+    fn into_response(self) -> Response {
+        let headers = [
+            (header::CONTENT_TYPE, "text/event-stream"),
+            (header::CACHE_CONTROL, "no-cache"),
+        ];
+        (headers, Body::from_stream(self)).into_response()
+    }
+}
 
 impl Stream for Events {
     type Item = Result<Bytes, Infallible>;

@@ -334,14 +334,14 @@ async fn tool_calls_are_told_whole_and_in_pieces() {
         "name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
     }}]);
     // The text comes from the parser's side: a reader that knows the tools.
-    let reader = turn::TurnReader {
+    let reader = TurnReader {
         format: ToolCallFormat::Hermes,
         tools: serde_json::from_value(tools.clone()).unwrap(),
         is_thinking: false,
     };
     let text = "I call.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}}\n</tool_call>";
     let read = reader.read(text);
-    let told = turn::call_json(&read.tool_calls[0], "call-1");
+    let told = call_json(&read.tool_calls[0], "call-1");
     assert_eq!(
         told,
         json!({"id": "call-1", "type": "function",

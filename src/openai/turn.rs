@@ -2,35 +2,45 @@
 
 use serde_json::{Value, json};
 
+use super::stream::TextSoFar;
 use crate::chat::{ToolCall, ToolCallFormat, ToolSpec, parse_calls};
-use crate::engine::{GeneratedToken, Tokenizer};
+use crate::engine::{EngineError, GeneratedToken, SamplingParams, Tokenizer};
 
 const THINK: &str = "<think>";
 const THINK_END: &str = "</think>";
 
 /// How to read the turns of one request.
 #[derive(Debug, Clone)]
-pub(super) struct TurnReader {
-    pub(super) format: ToolCallFormat,
+pub(crate) struct TurnReader {
+    pub(crate) format: ToolCallFormat,
     /// The tools of the request; calls are looked for only if there are any.
-    pub(super) tools: Vec<ToolSpec>,
+    pub(crate) tools: Vec<ToolSpec>,
     /// Whether the prompt has opened the reasoning.
-    pub(super) is_thinking: bool,
+    pub(crate) is_thinking: bool,
 }
 
 /// A whole turn.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub(super) struct ReadTurn {
-    pub(super) reasoning: Option<String>,
-    pub(super) content: String,
-    pub(super) tool_calls: Vec<ToolCall>,
+pub(crate) struct ReadTurn {
+    pub(crate) reasoning: Option<String>,
+    pub(crate) content: String,
+    pub(crate) tool_calls: Vec<ToolCall>,
 }
 
 impl TurnReader {
+    /// Returns the reader of a turn that follows the text `prompt`.
+    pub(crate) fn after(prompt: &str, format: ToolCallFormat, tools: Vec<ToolSpec>) -> Self {
+        Self {
+            format,
+            tools,
+            is_thinking: prompt.trim_end().ends_with("<think>"),
+        }
+    }
+
     /// Reads a whole turn. Where a call cannot be read, or is of a tool that the request does not
     /// have, the turn is content as it stands: here is nobody who could tell the model, and a client
     /// could do nothing with the call.
-    pub(super) fn read(&self, text: &str) -> ReadTurn {
+    pub(crate) fn read(&self, text: &str) -> ReadTurn {
         let (reasoning, content) = self.split(text);
         let reasoning = reasoning.map(str::to_owned);
         let content = content.unwrap_or_default();
@@ -58,7 +68,7 @@ impl TurnReader {
     }
 
     /// Returns what is settled of a turn that is under way: more text only makes both longer.
-    pub(super) fn settled<'a>(&self, text: &'a str) -> (&'a str, &'a str) {
+    pub(crate) fn settled<'a>(&self, text: &'a str) -> (&'a str, &'a str) {
         let start = text.trim_start();
         if !start.starts_with(THINK) && THINK.starts_with(start) {
             return ("", "");
@@ -101,8 +111,61 @@ impl TurnReader {
     }
 }
 
+/// A turn under way, as far as it was sent.
+#[derive(Debug)]
+pub(crate) struct TurnSoFar {
+    text: TextSoFar,
+    reasoning: String,
+    content: String,
+}
+
+/// What is new of a turn.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Delta {
+    pub(crate) reasoning: String,
+    pub(crate) content: String,
+}
+
+impl TurnSoFar {
+    pub(crate) fn new(tokenizer: &Tokenizer, params: &SamplingParams) -> Self {
+        Self {
+            text: TextSoFar::new(tokenizer, params),
+            reasoning: String::new(),
+            content: String::new(),
+        }
+    }
+
+    /// Takes the next tokens; returns what they settle.
+    pub(crate) fn push(
+        &mut self,
+        reader: &TurnReader,
+        tokens: &[GeneratedToken],
+    ) -> Result<Delta, EngineError> {
+        self.text.push(tokens)?;
+        let (reasoning, content) = reader.settled(&self.text.text);
+        let new = |sent: &mut String, now: &str| {
+            let new = now.strip_prefix(sent.as_str()).unwrap_or_default();
+            sent.push_str(new);
+            new.to_owned()
+        };
+        Ok(Delta {
+            reasoning: new(&mut self.reasoning, reasoning),
+            content: new(&mut self.content, content),
+        })
+    }
+
+    /// Returns what of the whole turn was not sent yet.
+    pub(crate) fn rest(&self, turn: &ReadTurn) -> Delta {
+        let reasoning = turn.reasoning.as_deref().unwrap_or_default();
+        Delta {
+            reasoning: rest(reasoning, &self.reasoning).to_owned(),
+            content: rest(&turn.content, &self.content).to_owned(),
+        }
+    }
+}
+
 /// Returns what of `whole` comes after `sent`, a part of which may have been blanks.
-pub(super) fn rest<'a>(whole: &'a str, sent: &str) -> &'a str {
+fn rest<'a>(whole: &'a str, sent: &str) -> &'a str {
     whole
         .strip_prefix(sent)
         .or_else(|| whole.strip_prefix(sent.trim_start()))
@@ -110,7 +173,7 @@ pub(super) fn rest<'a>(whole: &'a str, sent: &str) -> &'a str {
 }
 
 /// Returns a call as the API tells it.
-pub(super) fn call_json(call: &ToolCall, id: &str) -> Value {
+pub(crate) fn call_json(call: &ToolCall, id: &str) -> Value {
     json!({
         "id": id,
         "type": "function",
@@ -124,7 +187,7 @@ pub(super) fn token_text(tokenizer: &Tokenizer, token: u32) -> String {
 }
 
 /// Returns the log-probabilities of tokens as chat completions tell them.
-pub(super) fn logprobs_json(tokenizer: &Tokenizer, tokens: &[GeneratedToken]) -> Value {
+pub(crate) fn logprobs_json(tokenizer: &Tokenizer, tokens: &[GeneratedToken]) -> Value {
     let entry = |token: u32, logprob: f32| {
         let text = token_text(tokenizer, token);
         let bytes = tokenizer.token_bytes(token);

@@ -9,24 +9,18 @@ use super::ApiError;
 
 /// The fields of a request, each of which is taken once. `null` is as good as nothing.
 #[derive(Debug)]
-pub(super) struct Fields(Map<String, Value>);
+pub(crate) struct Fields(Map<String, Value>);
+
+impl From<Map<String, Value>> for Fields {
+    fn from(fields: Map<String, Value>) -> Self {
+        Self(fields)
+    }
+}
 
 impl Fields {
     /// Reads a body.
-    pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let refuse = |message| ApiError::Invalid {
-            message,
-            param: None,
-            code: None,
-        };
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
-            Ok(other) => Err(refuse(format!(
-                "the body must be a JSON object, not {}",
-                kind(&other)
-            ))),
-            Err(error) => Err(refuse(format!("the body is not JSON: {error}"))),
-        }
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        parse_object(body).map(Self)
     }
 
     fn take<T>(
@@ -100,8 +94,25 @@ impl Fields {
     }
 }
 
+/// Reads a body, which must be an object.
+pub(crate) fn parse_object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    let refuse = |message| ApiError::Invalid {
+        message,
+        param: None,
+        code: None,
+    };
+    match serde_json::from_slice(body) {
+        Ok(Value::Object(fields)) => Ok(fields),
+        Ok(other) => Err(refuse(format!(
+            "the body must be a JSON object, not {}",
+            kind(&other)
+        ))),
+        Err(error) => Err(refuse(format!("the body is not JSON: {error}"))),
+    }
+}
+
 /// Returns what a value is, for those who read errors.
-pub(super) fn kind(value: &Value) -> &'static str {
+pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",
@@ -153,46 +164,46 @@ fn as_list<T>(value: &Value, read: impl Fn(&Value) -> Option<T>) -> Option<Vec<T
 
 /// The names by which a client knows what both kinds of completion have.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Keys {
-    pub(super) prompt: &'static str,
-    pub(super) max_tokens: &'static str,
-    pub(super) top_logprobs: &'static str,
+pub(crate) struct Keys {
+    pub(crate) prompt: &'static str,
+    pub(crate) max_tokens: &'static str,
+    pub(crate) top_logprobs: &'static str,
 }
 
 /// What both kinds of completion may ask for.
 #[derive(Debug)]
-pub(super) struct Common {
-    pub(super) model: String,
-    pub(super) keys: Keys,
-    pub(super) temperature: Option<f32>,
-    pub(super) top_p: Option<f32>,
+pub(crate) struct Common {
+    pub(crate) model: String,
+    pub(crate) keys: Keys,
+    pub(crate) temperature: Option<f32>,
+    pub(crate) top_p: Option<f32>,
     /// vLLM's; -1 and 0 are no limit.
-    pub(super) top_k: Option<i64>,
+    pub(crate) top_k: Option<i64>,
     /// vLLM's.
-    pub(super) min_p: Option<f32>,
+    pub(crate) min_p: Option<f32>,
     /// vLLM's.
-    pub(super) repetition_penalty: Option<f32>,
-    pub(super) presence_penalty: Option<f32>,
-    pub(super) frequency_penalty: Option<f32>,
-    pub(super) logit_bias: BTreeMap<u32, f32>,
-    pub(super) max_tokens: Option<usize>,
+    pub(crate) repetition_penalty: Option<f32>,
+    pub(crate) presence_penalty: Option<f32>,
+    pub(crate) frequency_penalty: Option<f32>,
+    pub(crate) logit_bias: BTreeMap<u32, f32>,
+    pub(crate) max_tokens: Option<usize>,
     /// vLLM's.
-    pub(super) min_tokens: Option<usize>,
-    pub(super) stop: Vec<String>,
+    pub(crate) min_tokens: Option<usize>,
+    pub(crate) stop: Vec<String>,
     /// vLLM's.
-    pub(super) stop_token_ids: Vec<u32>,
+    pub(crate) stop_token_ids: Vec<u32>,
     /// vLLM's.
-    pub(super) ignore_eos: bool,
-    pub(super) seed: Option<i64>,
-    pub(super) n: usize,
-    pub(super) stream: bool,
-    pub(super) include_usage: bool,
+    pub(crate) ignore_eos: bool,
+    pub(crate) seed: Option<i64>,
+    pub(crate) n: usize,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
     /// vLLM's: whether token ids come with the text.
-    pub(super) return_token_ids: bool,
+    pub(crate) return_token_ids: bool,
     /// Likeliest tokens told with each token; `None` tells no log-probabilities at all.
-    pub(super) top_logprobs: Option<usize>,
+    pub(crate) top_logprobs: Option<usize>,
     /// vLLM's: most tokens of reasoning.
-    pub(super) thinking_token_budget: Option<usize>,
+    pub(crate) thinking_token_budget: Option<usize>,
 }
 
 impl Common {
@@ -257,20 +268,20 @@ fn logit_bias(fields: &mut Fields) -> Result<BTreeMap<u32, f32>, ApiError> {
 
 /// `POST /v1/chat/completions`
 #[derive(Debug)]
-pub(super) struct ChatRequest {
-    pub(super) messages: Vec<Value>,
-    pub(super) tools: Vec<Value>,
-    pub(super) tool_choice: Option<Value>,
+pub(crate) struct ChatRequest {
+    pub(crate) messages: Vec<Value>,
+    pub(crate) tools: Vec<Value>,
+    pub(crate) tool_choice: Option<Value>,
     /// Whether there may be more than one call in an answer that is to be a call.
-    pub(super) allows_parallel_calls: bool,
-    pub(super) response_format: Option<Map<String, Value>>,
+    pub(crate) allows_parallel_calls: bool,
+    pub(crate) response_format: Option<Map<String, Value>>,
     /// vLLM's: variables of the chat template, such as `enable_thinking`.
-    pub(super) chat_template_kwargs: Map<String, Value>,
-    pub(super) common: Common,
+    pub(crate) chat_template_kwargs: Map<String, Value>,
+    pub(crate) common: Common,
 }
 
 impl ChatRequest {
-    pub(super) fn take(mut fields: Fields) -> Result<Self, ApiError> {
+    pub(crate) fn take(mut fields: Fields) -> Result<Self, ApiError> {
         let fields = &mut fields;
         let mut common = Common::take(
             fields,
@@ -308,16 +319,16 @@ impl ChatRequest {
 
 /// `POST /v1/completions`
 #[derive(Debug)]
-pub(super) struct CompletionRequest {
-    pub(super) prompt: Prompt,
-    pub(super) echo: bool,
-    pub(super) suffix: Option<String>,
-    pub(super) best_of: Option<usize>,
-    pub(super) common: Common,
+pub(crate) struct CompletionRequest {
+    pub(crate) prompt: Prompt,
+    pub(crate) echo: bool,
+    pub(crate) suffix: Option<String>,
+    pub(crate) best_of: Option<usize>,
+    pub(crate) common: Common,
 }
 
 impl CompletionRequest {
-    pub(super) fn take(mut fields: Fields) -> Result<Self, ApiError> {
+    pub(crate) fn take(mut fields: Fields) -> Result<Self, ApiError> {
         let fields = &mut fields;
         let mut common = Common::take(
             fields,
@@ -342,7 +353,7 @@ impl CompletionRequest {
 
 /// Text or token ids, one or several.
 #[derive(Debug)]
-pub(super) enum Prompt {
+pub(crate) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
     Texts(Vec<String>),

@@ -1,4 +1,4 @@
-"""Starts `wardian serve --env` on a free port."""
+"""Starts `wardian serve`, or another command that serves, on a free port."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ import subprocess
 
 
 @contextlib.contextmanager
-def served(binary, *arguments):
+def served(binary, *arguments, command="serve"):
     """Yields the server's address and its process; it must end by itself when asked to."""
     server = subprocess.Popen(
-        [binary, "serve", "--listen", "127.0.0.1:0", *arguments],
+        [binary, command, "--listen", "127.0.0.1:0", *arguments],
         env={**os.environ, "NO_COLOR": "1"},
         stderr=subprocess.PIPE,
         text=True,

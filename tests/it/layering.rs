@@ -19,6 +19,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("task", &["causes", "grader", "hub", "lines"]),
     ("trajectory", &["chat", "lines"]),
     ("openai", &["causes", "chat", "engine", "http"]),
+    ("proxy", &["chat", "engine", "http", "openai", "trajectory"]),
     ("env", &["chat", "grader", "sandbox", "task"]),
     (
         "openenv",

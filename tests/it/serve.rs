@@ -31,7 +31,11 @@ struct Server {
 
 impl Server {
     fn start(arguments: &[&str]) -> Self {
-        let listen = ["serve", "--listen", "127.0.0.1:0"];
+        Self::start_as("serve", arguments)
+    }
+
+    fn start_as(command: &str, arguments: &[&str]) -> Self {
+        let listen = [command, "--listen", "127.0.0.1:0"];
         let mut process = wardian(&[&listen, arguments].concat())
             .spawn()
             .expect("the binary starts");
@@ -144,6 +148,41 @@ fn a_served_model_calls_tools_and_stops_when_it_is_asked_to() {
     assert!(rest.contains("Stopped"), "{rest}");
 }
 
+/// The proxy in front of `serve` captures what the proxy in front of the model does: an upstream tells
+/// its ids.
+#[test]
+fn a_proxy_captures_its_own_engine_and_an_upstream_alike() {
+    let serve = Server::start(&[]);
+    let upstream = format!("http://{}/v1", serve.address);
+    let own: &[&str] = &["--open-sessions"];
+    let other = [
+        "--open-sessions",
+        "--upstream",
+        &upstream,
+        "--upstream-stream",
+    ];
+    let mut rows = Vec::new();
+    for arguments in [own, &other] {
+        let proxy = Server::start_as("proxy", arguments);
+        let body = json!({
+            "model": "starter", "seed": 1, "messages": [{"role": "user", "content": TASK}],
+            "max_tokens": 40, "stream": true,
+        });
+        let path = "/s/v1/chat/completions";
+        let (status, text) = proxy.ask("POST", path, &body.to_string());
+        assert_eq!(status, 200, "{text}");
+        assert!(text.contains("[DONE]"), "{text}");
+        let (_, rollout) = proxy.ask("GET", "/sessions/s/rollout", "");
+        let rollout: Value = serde_json::from_str(&rollout).expect("it is JSON");
+        assert_eq!(rollout["trainable"], true, "{rollout}");
+        let row = &rollout["sequences"][0];
+        rows.push([row["input_ids"].clone(), row["loss_mask"].clone()]);
+        let (code, rest) = proxy.terminate();
+        assert_eq!(code, Some(0), "{rest}");
+    }
+    assert_eq!(rows[0], rows[1]);
+}
+
 #[test]
 fn a_server_is_measured_beside_the_engine() {
     let bench = |more: &[&str]| {
@@ -224,6 +263,8 @@ fn what_cannot_be_served_is_a_usage_error() {
             "max_cache_bytes",
         ),
         (&["serve", "--tool-call-format", "xml"], "`qwen_xml`"),
+        (&["proxy", "--upstream", "127.0.0.1:8000"], "`http://`"),
+        (&["proxy", "--upstream-model", "m"], "--upstream <URL>"),
         (
             &[
                 "train",

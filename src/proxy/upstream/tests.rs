@@ -1,0 +1,454 @@
+//! The proxy in front of servers that do as they should, and of those that do not.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::time::Instant;
+
+use axum::Router;
+use axum::body::Body;
+use serde_json::json;
+use tower::ServiceExt as _;
+
+use super::*;
+use crate::proxy::{Backend, ProxyConfig, router};
+
+/// What a scripted server sends for one request, a pause in milliseconds before each part.
+type Script = Vec<(u64, String)>;
+
+/// Serves each connection by the script that `answer` has for the request's body.
+fn serve(answer: impl Fn(&Value) -> Script + Send + Sync + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/v1", listener.local_addr().unwrap());
+    let answer = Arc::new(answer);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (stream, answer) = (stream.unwrap(), Arc::clone(&answer));
+            std::thread::spawn(move || respond(stream, &*answer));
+        }
+    });
+    url
+}
+
+fn respond(stream: TcpStream, answer: &(impl Fn(&Value) -> Script + ?Sized)) {
+    let mut writer = stream.try_clone().unwrap();
+    let mut reader = BufReader::new(stream);
+    let mut length = 0;
+    loop {
+        let mut line = String::new();
+        if reader.read_line(&mut line).unwrap_or(0) == 0 {
+            return;
+        }
+        let line = line.trim().to_ascii_lowercase();
+        if let Some(value) = line.strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap();
+        }
+        if line.is_empty() {
+            break;
+        }
+    }
+    let mut body = vec![0; length];
+    std::io::Read::read_exact(&mut reader, &mut body).unwrap();
+    let body = serde_json::from_slice(&body).unwrap_or_default();
+    for (pause, part) in answer(&body) {
+        std::thread::sleep(Duration::from_millis(pause));
+        if writer.write_all(part.as_bytes()).is_err() {
+            return;
+        }
+        let _ = writer.flush();
+    }
+}
+
+fn whole(status: &str, body: &str) -> Script {
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\
+         Connection: close\r\n\r\n{body}"
+    );
+    vec![(0, head)]
+}
+
+/// A stream of these events, a pause before each.
+fn stream(events: &[(u64, String)]) -> Script {
+    let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\
+        Connection: close\r\n\r\n";
+    let mut script = vec![(0, head.to_owned())];
+    script.extend(events.iter().cloned());
+    script
+}
+
+fn completion(change: impl Fn(&mut Value)) -> Value {
+    let mut completion = json!({
+        "choices": [{
+            "index": 0,
+            "message": {"role": "assistant", "content": "yes", "refusal": null},
+            "finish_reason": "stop",
+            "token_ids": [7, 8],
+            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+        }],
+        "prompt_token_ids": [1, 2, 3],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    });
+    change(&mut completion);
+    completion
+}
+
+fn proxy(url: &str, change: impl Fn(&mut UpstreamConfig)) -> Router {
+    let mut config = UpstreamConfig::new(url);
+    config.timeout = Duration::from_secs(20);
+    change(&mut config);
+    let backend = Backend::Upstream(Upstream::new(config));
+    let config = ProxyConfig {
+        opens_sessions: true,
+        ..ProxyConfig::default()
+    };
+    router(backend, config)
+}
+
+async fn ask(app: &Router, session: &str, fields: Value) -> (u16, String) {
+    let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
+    for (key, value) in fields.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    let path = format!("/{session}/v1/chat/completions");
+    let request = axum::http::Request::post(path).body(Body::from(body.to_string()));
+    let response = app.clone().oneshot(request.unwrap()).await.unwrap();
+    let status = response.status().as_u16();
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24)
+        .await
+        .unwrap();
+    (status, String::from_utf8(bytes.to_vec()).unwrap())
+}
+
+async fn read_json(app: &Router, path: &str) -> Value {
+    let request = axum::http::Request::get(path).body(Body::empty()).unwrap();
+    let response = app.clone().oneshot(request).await.unwrap();
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 24)
+        .await
+        .unwrap();
+    serde_json::from_slice(&bytes).unwrap()
+}
+
+async fn document(app: &Router, session: &str) -> Value {
+    read_json(app, &format!("/sessions/{session}/rollout")).await
+}
+
+#[tokio::test]
+async fn ids_are_asked_for_and_taken_as_they_are_told() {
+    let url = serve(|asked| {
+        assert_eq!(asked["return_token_ids"], true);
+        assert_eq!(asked["logprobs"], true);
+        assert_eq!(asked["model"], "real");
+        assert_eq!(asked["guided_regex"], "x+", "what is not ours is passed on");
+        whole("200 OK", &completion(|_| {}).to_string())
+    });
+    let app = proxy(&url, |config| config.model = Some("real".to_owned()));
+    let (status, text) = ask(&app, "s", json!({"guided_regex": "x+"})).await;
+    assert_eq!(status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(answer["choices"][0]["message"]["content"], "yes");
+    assert_eq!(
+        answer["choices"][0]["logprobs"],
+        Value::Null,
+        "nobody asked for them"
+    );
+    assert_eq!(answer["choices"][0].get("token_ids"), None);
+    let document = document(&app, "s").await;
+    let row = &document["sequences"][0];
+    assert_eq!(row["input_ids"], json!([1, 2, 3, 7, 8]));
+    assert_eq!(row["loss_mask"], json!([0, 0, 0, 1, 1]));
+    assert_eq!(row["logprobs"], json!([0.0, 0.0, 0.0, -0.5, -0.25]));
+    assert_eq!(document["trainable"], true);
+}
+
+fn chunk(delta: &Value, more: &Value) -> String {
+    let mut choice = json!({"index": 0, "delta": delta, "finish_reason": null});
+    for (key, value) in more.as_object().unwrap() {
+        choice[key] = value.clone();
+    }
+    format!("data: {}\n\n", json!({"choices": [choice]}))
+}
+
+/// A good stream in the order in which vLLM sends it.
+fn good_chunks() -> Vec<(u64, String)> {
+    let logprob = |value: f32| json!({"content": [{"logprob": value}]});
+    let first = json!({
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+        "prompt_token_ids": [1, 2, 3],
+    });
+    let call = |call: Value| json!({"tool_calls": [call]});
+    vec![
+        (0, format!(": hello\n\ndata: {first}\n\n")),
+        (
+            5,
+            chunk(
+                &json!({"content": "yé"}),
+                &json!({"token_ids": [7], "logprobs": logprob(-0.5)}),
+            ),
+        ),
+        (
+            5,
+            chunk(
+                &call(
+                    json!({"index": 0, "id": "c", "function": {"name": "f", "arguments": "{\"a\""}}),
+                ),
+                &json!({"token_ids": [8], "logprobs": logprob(-0.25)}),
+            ),
+        ),
+        (
+            5,
+            chunk(
+                &call(json!({"index": 0, "function": {"arguments": ": 1}"}})),
+                &json!({"finish_reason": "tool_calls"}),
+            ),
+        ),
+        (
+            0,
+            format!(
+                "data: {}\n\n",
+                json!({
+                    "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+                })
+            ),
+        ),
+        (0, "data: [DONE]\n\n".to_owned()),
+    ]
+}
+
+#[tokio::test]
+async fn a_stream_of_the_upstream_is_passed_on_and_put_together() {
+    let url = serve(|asked| {
+        assert_eq!(asked["stream"], true);
+        stream(&good_chunks())
+    });
+    let app = proxy(&url, |config| config.is_streamed = true);
+    let (status, text) = ask(&app, "s", json!({"stream": true})).await;
+    assert_eq!(status, 200);
+    assert!(text.contains(r#""content":"yé""#), "{text}");
+    assert!(text.contains(r#""arguments":"{\"a\": 1}""#), "{text}");
+    assert!(text.contains(r#""finish_reason":"tool_calls""#), "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"));
+    let (_, text) = ask(&app, "t", json!({})).await;
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"],
+        "f"
+    );
+    for session in ["s", "t"] {
+        let document = document(&app, session).await;
+        let row = &document["sequences"][0];
+        assert_eq!(row["input_ids"], json!([1, 2, 3, 7, 8]));
+        assert_eq!(row["logprobs"][3], -0.5);
+        assert_eq!(document["trainable"], true);
+    }
+}
+
+/// Each thing that an upstream can say wrong is an error for the one who asked, and nothing is kept.
+#[tokio::test]
+async fn what_an_upstream_says_wrong_is_one_clients_error() {
+    let bad = |change: fn(&mut Value)| whole("200 OK", &completion(change).to_string());
+    let after_first = |rest: &str| {
+        let mut events = good_chunks();
+        events.truncate(2);
+        events.push((0, rest.to_owned()));
+        stream(&events)
+    };
+    let cases: Vec<(Script, &str)> = vec![
+        (whole("200 OK", "{"), "no JSON"),
+        (whole("200 OK", "[]"), "no list of `choices`"),
+        (whole("200 OK", r#"{"choices": [1]}"#), "no `message`"),
+        (bad(|answer| answer["choices"] = json!([])), "0 choices"),
+        (
+            bad(|answer| answer["choices"][0]["finish_reason"] = Value::Null),
+            "`finish_reason`",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["message"]["content"] = json!(1)),
+            "`content`",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["message"]["tool_calls"] = json!([1])),
+            "tool call",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["token_ids"] = json!([7])),
+            "counted 2",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["token_ids"] = json!([-7, 1])),
+            "no token id",
+        ),
+        (
+            bad(|answer| answer["prompt_token_ids"] = json!([1])),
+            "counted 3",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["logprobs"]["content"] = json!([{"logprob": -1}])),
+            "1 log-probabilities",
+        ),
+        (
+            bad(|answer| answer["choices"][0]["logprobs"]["content"][0]["logprob"] = json!(2)),
+            "log-probability",
+        ),
+        (whole("200 OK", &"x".repeat(5000)), "more than 4096 bytes"),
+        (whole("500 Oops", r#"{"error": "sk-secret"}"#), "status 500"),
+        (
+            whole("401 No", r#"{"error": {"message": "key sk-secret"}}"#),
+            "status 401",
+        ),
+        (
+            whole("302 Found\r\nLocation: http://127.0.0.1:1/", ""),
+            "the upstream failed",
+        ),
+        (
+            vec![(0, "nonsense\r\n\r\n".to_owned())],
+            "the upstream failed",
+        ),
+        (vec![], "the upstream failed"),
+        (stream(&[]), "ended before the answer did"),
+        (after_first("data: {oops}\n\n"), "no JSON"),
+        (after_first("data: [1]\n\n"), "no object"),
+        (
+            after_first("data: {\"choices\": 1}\n\n"),
+            "no list of `choices`",
+        ),
+        (after_first("data: {\"choices\": [1]}\n\n"), "no object"),
+        (
+            after_first("data: {\"error\": {\"message\": \"out of memory\"}}\n\n"),
+            "out of memory",
+        ),
+        (
+            after_first("data: [DONE]\n\n"),
+            "ended before the answer did",
+        ),
+        (after_first("data: {\"choices\""), "ends within an event"),
+        (
+            after_first(&format!("data: {}", "x".repeat(5000))),
+            "more than 4096 bytes",
+        ),
+        (
+            after_first(&chunk(&json!({"tool_calls": [{"index": 3}]}), &json!({}))),
+            "not in order",
+        ),
+    ];
+    for (number, (script, words)) in cases.into_iter().enumerate() {
+        let answer = script.clone();
+        let url = serve(move |_| answer.clone());
+        let app = proxy(&url, |config| config.max_response_bytes = 4096);
+        for streams in [false, true] {
+            let (status, text) = ask(&app, "s", json!({"stream": streams})).await;
+            let begun = streams && status == 200;
+            assert!(begun || status == 502, "case {number}: {status} {text}");
+            assert!(text.contains(words), "case {number}: {text}");
+            assert!(!text.contains("sk-secret"), "case {number}: {text}");
+            assert!(!text.contains("[DONE]"), "case {number}: {text}");
+        }
+        let document = document(&app, "s").await;
+        assert_eq!(document["stats"]["n_turns"], 0, "case {number}");
+        let session = read_json(&app, "/sessions/s").await;
+        assert_eq!(session["upstream_errors"], 2, "case {number}");
+    }
+}
+
+#[tokio::test]
+async fn what_the_client_can_mend_is_told_in_the_upstreams_words() {
+    let url = serve(|_| whole("400 Bad", r#"{"error": {"message": "too many tokens"}}"#));
+    let app = proxy(&url, |_| {});
+    for streams in [false, true] {
+        let (status, text) = ask(&app, "s", json!({"stream": streams})).await;
+        assert_eq!(status, 400);
+        assert!(text.contains("too many tokens"), "{text}");
+    }
+}
+
+/// One upstream that says nothing: whoever waits is told, the others are served meanwhile.
+#[tokio::test]
+async fn a_stall_is_one_clients_error_and_no_one_elses() {
+    let url = serve(|asked| match asked["user"].as_str() {
+        Some("slow") => {
+            let mut events = good_chunks();
+            events[2].0 = 4000;
+            stream(&events)
+        }
+        _ => stream(&good_chunks()),
+    });
+    let app = proxy(&url, |config| {
+        config.is_streamed = true;
+        config.stall_timeout = Duration::from_millis(500);
+        config.max_calls = 2;
+    });
+    let slow = |streams: bool| {
+        let app = app.clone();
+        tokio::spawn(
+            async move { ask(&app, "slow", json!({"user": "slow", "stream": streams})).await },
+        )
+    };
+    let started = Instant::now();
+    let waiting = slow(true);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let (status, _) = ask(&app, "quick", json!({})).await;
+    assert_eq!(status, 200);
+    assert!(!waiting.is_finished(), "the quick one was served meanwhile");
+    let (status, text) = waiting.await.unwrap();
+    assert!(
+        status == 200 && text.contains("said nothing for 500ms"),
+        "{status} {text}"
+    );
+    assert!(started.elapsed() < Duration::from_secs(4));
+    let (status, text) = slow(false).await.unwrap();
+    assert_eq!(status, 504);
+    assert!(text.contains("upstream_stalled"), "{text}");
+    assert_eq!(document(&app, "slow").await["stats"]["n_turns"], 0);
+    assert_eq!(document(&app, "quick").await["trainable"], true);
+}
+
+#[tokio::test]
+async fn a_server_that_tells_no_ids_gives_context_and_never_a_target() {
+    let url = serve(|asked| {
+        assert_eq!(asked.get("return_token_ids"), None);
+        let answer = completion(|answer| {
+            answer["choices"][0]["token_ids"].take();
+            answer["choices"][0]["logprobs"].take();
+            answer["prompt_token_ids"].take();
+        });
+        whole("200 OK", &answer.to_string())
+    });
+    let app = proxy(&url, |config| config.asks_for_ids = false);
+    ask(&app, "s", json!({})).await;
+    let messages = json!([
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "and?"},
+    ]);
+    ask(&app, "s", json!({"messages": messages})).await;
+    let document = document(&app, "s").await;
+    assert_eq!(
+        document["stats"]["n_roots"], 1,
+        "messages tell what goes on from what"
+    );
+    assert_eq!(document["capture_level"], "text");
+    assert_eq!(document["rollout_type"], "eval");
+    assert_eq!(document["trainable"], false);
+    assert_eq!(document["sequences"], json!([]));
+    let entries = read_json(&app, "/sessions/s/trace_entries").await;
+    assert!(
+        entries["error"].as_str().unwrap().contains("no token ids"),
+        "{entries}"
+    );
+}
+
+#[tokio::test]
+async fn more_calls_than_are_let_in_are_told_to_come_back() {
+    let url = serve(|_| {
+        let mut script = whole("200 OK", &completion(|_| {}).to_string());
+        script[0].0 = 1500;
+        script
+    });
+    let app = proxy(&url, |config| config.max_calls = 1);
+    let first = {
+        let app = app.clone();
+        tokio::spawn(async move { ask(&app, "s", json!({})).await })
+    };
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let (status, text) = ask(&app, "t", json!({})).await;
+    assert_eq!(status, 429, "{text}");
+    assert_eq!(first.await.unwrap().0, 200);
+}
