@@ -324,7 +324,6 @@ fn what_was_sampled_is_what_is_trained_on(
             let pass = PassConfig {
                 recompute,
                 temperature: 0.8,
-                ..PassConfig::default()
             };
             let metrics =
                 accumulate_policy_gradient(&decoder, &micro, &config, pass, &mut gradients)
