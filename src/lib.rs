@@ -5,6 +5,7 @@
 
 pub mod chat;
 pub mod cli;
+pub mod collective;
 pub mod config;
 pub mod engine;
 pub mod env;
