@@ -1,7 +1,7 @@
 #!/bin/bash
 # Checks the CUDA build on a machine without a GPU.
 #
-#   scripts/check-cuda.sh           type-checks everything behind the feature `cuda`; no CUDA is needed
+#   scripts/check-cuda.sh           type-checks everything behind the features `cuda` and `nccl`; no CUDA is needed
 #   scripts/check-cuda.sh --link    compiles candle's kernels and links the binary, with NVIDIA's compiler from PyPI
 #
 # The first takes a stand-in for nvcc, whose kernels are empty: seconds, once the dependencies are checked. The second
@@ -71,14 +71,14 @@ fetched_cuda() {
 case ${1:-} in
     '')
         stand_in_nvcc
-        arguments=(check --all-targets)
+        arguments=(check --all-targets --features nccl)
         ;;
     --link)
         fetched_cuda
-        arguments=(build --bin wardian)
+        arguments=(build --bin wardian --features cuda)
         ;;
     *) die "usage: check-cuda.sh [--link]" ;;
 esac
 export CUDA_PATH=$CUDA_HOME NVCC=$CUDA_HOME/bin/nvcc PATH=$CUDA_HOME/bin:$PATH
-cargo "${arguments[@]}" --features cuda --target-dir "$WORK/target"
+cargo "${arguments[@]}" --target-dir "$WORK/target"
 echo "check-cuda.sh: ${arguments[0]} passed" >&2

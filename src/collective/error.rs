@@ -145,7 +145,11 @@ impl CollectiveError {
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
-            Self::Launch { .. } | Self::Listen { .. } | Self::Token | Self::Mismatch { .. } | Self::Refused { .. }
+            Self::Launch { .. }
+                | Self::Listen { .. }
+                | Self::Token
+                | Self::Mismatch { .. }
+                | Self::Refused { .. }
         )
     }
 }

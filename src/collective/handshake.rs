@@ -52,7 +52,9 @@ impl Hello {
         let (mine, its) = (self.rank, other.rank);
         if self.version != other.version {
             let (mine_is, its_is) = (&self.version, &other.version);
-            return Some(format!("rank {its} is version {its_is}, rank {mine} {mine_is}"));
+            return Some(format!(
+                "rank {its} is version {its_is}, rank {mine} {mine_is}"
+            ));
         }
         if self.world_size != other.world_size {
             let (mine_is, its_is) = (self.world_size, other.world_size);

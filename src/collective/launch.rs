@@ -96,7 +96,10 @@ impl Launch {
             },
         };
         if rank >= world_size {
-            return wrong("RANK", format!("is {rank}, expected less than {world_size}"));
+            return wrong(
+                "RANK",
+                format!("is {rank}, expected less than {world_size}"),
+            );
         }
         let Some(host) = variable("MASTER_ADDR").filter(|host| !host.is_empty()) else {
             let reason = "is not set; give the machine of rank 0, `localhost` if it is this one";
@@ -169,7 +172,10 @@ mod tests {
             ("MASTER_PORT", "1234"),
         ];
         let launch = read(&torch).unwrap().unwrap();
-        assert_eq!((launch.rank, launch.world_size, launch.local_rank), (3, 4, 1));
+        assert_eq!(
+            (launch.rank, launch.world_size, launch.local_rank),
+            (3, 4, 1)
+        );
         assert_eq!(launch.address(), "127.0.0.1:1234");
         let kubernetes = [
             ("WORLD_SIZE", "2"),
@@ -185,7 +191,11 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused_by_name() {
-        let sound = [("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "localhost")];
+        let sound = [
+            ("WORLD_SIZE", "2"),
+            ("RANK", "0"),
+            ("MASTER_ADDR", "localhost"),
+        ];
         read(&sound).unwrap();
         for (name, value) in [
             ("WORLD_SIZE", "two"),
@@ -203,7 +213,11 @@ mod tests {
             assert!(error.is_usage());
         }
         // A port that others can reach wants a secret.
-        let error = read(&[("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "10.0.0.1")]);
+        let error = read(&[
+            ("WORLD_SIZE", "2"),
+            ("RANK", "0"),
+            ("MASTER_ADDR", "10.0.0.1"),
+        ]);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("WARDIAN_CLUSTER_TOKEN"), "{error}");
     }

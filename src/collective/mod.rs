@@ -30,6 +30,8 @@ mod wire;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) mod tests_support;
 
 use std::fmt;
 

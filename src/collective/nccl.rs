@@ -58,7 +58,6 @@ impl NcclCollective {
             .map_err(|error| failed("joining", error.0))?;
         Ok(Self { control, comm })
     }
-
 }
 
 impl DeviceSum for NcclCollective {
@@ -70,8 +69,8 @@ impl DeviceSum for NcclCollective {
         tensor
             .inplace_op1(&sum)
             .map_err(|error| failed(activity, error))?;
-        let event: CudaEvent = (self.comm.stream().record_event(None))
-            .map_err(|error| failed(activity, error))?;
+        let event: CudaEvent =
+            (self.comm.stream().record_event(None)).map_err(|error| failed(activity, error))?;
         while !(event.try_is_complete()).map_err(|error| failed(activity, error))? {
             if self.control.has_failed() {
                 // Dropped, the communicator ends what runs.

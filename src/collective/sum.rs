@@ -176,9 +176,10 @@ impl OrderedSum {
         range: Range<usize>,
         numbers: Numbers,
     ) -> Result<(), CollectiveError> {
-        let follows = self.nodes.last().is_none_or(|(last, others)| {
-            last.end == range.start && others.fits(&numbers)
-        });
+        let follows = self
+            .nodes
+            .last()
+            .is_none_or(|(last, others)| last.end == range.start && others.fits(&numbers));
         if !follows || range.is_empty() || range.end > self.total {
             return Err(self.wrong(Some(range)));
         }
@@ -198,7 +199,11 @@ impl OrderedSum {
     }
 
     fn wrong(&self, next: Option<Range<usize>>) -> CollectiveError {
-        let ranges = self.nodes.iter().map(|(range, _)| range.clone()).chain(next);
+        let ranges = self
+            .nodes
+            .iter()
+            .map(|(range, _)| range.clone())
+            .chain(next);
         CollectiveError::Parts {
             total: self.total,
             found: format!("{:?}", ranges.collect::<Vec<_>>()),

@@ -422,7 +422,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn lost(rank: usize, activity: &'static str, error: &io::Error) -> CollectiveError {
     let reason = match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "it gives no sign of life".to_owned(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            "it gives no sign of life".to_owned()
+        }
         io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionReset
         | io::ErrorKind::BrokenPipe => "its connection broke off".to_owned(),
@@ -538,7 +540,8 @@ fn listen(launch: &Launch) -> Result<TcpListener, CollectiveError> {
         TcpListener::bind(&address)
     } else {
         // The name may stand for an address that this machine does not know as its own.
-        TcpListener::bind(("::", launch.port)).or_else(|_| TcpListener::bind(("0.0.0.0", launch.port)))
+        TcpListener::bind(("::", launch.port))
+            .or_else(|_| TcpListener::bind(("0.0.0.0", launch.port)))
     };
     bound.map_err(|source| CollectiveError::Listen { address, source })
 }
@@ -632,11 +635,7 @@ fn greet(
 }
 
 /// Connects to the root as soon as it listens, and joins.
-fn connect(
-    launch: &Launch,
-    own: &Hello,
-    timeouts: Timeouts,
-) -> Result<TcpStream, CollectiveError> {
+fn connect(launch: &Launch, own: &Hello, timeouts: Timeouts) -> Result<TcpStream, CollectiveError> {
     let started = Instant::now();
     let address = launch.address();
     let mut stream = loop {

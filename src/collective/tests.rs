@@ -1,58 +1,13 @@
 use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::handshake::{Hello, introduce, read_verdict};
 use super::sum::nodes_of;
+use super::tests_support::{QUICK, join, launches, on_ranks};
 use super::*;
-
-const QUICK: Timeouts = Timeouts {
-    joining: Duration::from_secs(5),
-    silence: Duration::from_millis(400),
-    patience: Duration::from_secs(5),
-};
-
-/// Returns the launches of `world_size` ranks at a port that nobody listens at.
-fn launches(world_size: usize) -> Vec<Launch> {
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let launch = |rank| Launch {
-        rank,
-        world_size,
-        local_rank: rank,
-        host: "127.0.0.1".to_owned(),
-        port,
-        token: Token::from("secret"),
-    };
-    (0..world_size).map(launch).collect()
-}
-
-fn join(launch: &Launch, identity: &str, timeouts: Timeouts) -> Result<TcpCollective, CollectiveError> {
-    TcpCollective::join(launch, identity, timeouts, Arc::default())
-}
-
-/// Runs `work` on each rank, in a thread of its own, and returns what each makes of it.
-fn on_ranks<T: Send>(
-    launches: &[Launch],
-    timeouts: Timeouts,
-    work: impl Fn(TcpCollective) -> T + Sync,
-) -> Vec<T> {
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = launches
-            .iter()
-            .map(|launch| scope.spawn(|| work(join(launch, "steps = 1", timeouts).unwrap())))
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap())
-            .collect()
-    })
-}
 
 #[test]
 fn all_ranks_learn_what_each_gives() {
@@ -163,11 +118,17 @@ fn a_rank_that_ends_is_named_to_all_others_at_once() {
             return String::new();
         }
         let error = ranks.barrier("meeting").unwrap_err();
-        assert!(ranks.stop().load(Ordering::Relaxed), "others need not go on");
+        assert!(
+            ranks.stop().load(Ordering::Relaxed),
+            "others need not go on"
+        );
         error.to_string()
     });
     assert!(started.elapsed() < QUICK.patience, "it is not waited for");
-    assert!(found[0].contains("rank 1 is lost while meeting"), "{found:?}");
+    assert!(
+        found[0].contains("rank 1 is lost while meeting"),
+        "{found:?}"
+    );
     assert!(found[2].contains("rank 1 ended the run"), "{found:?}");
 }
 
@@ -196,7 +157,7 @@ fn a_rank_that_gives_up_says_why_to_all_others() {
 
 #[test]
 fn a_slow_rank_is_waited_for_and_a_silent_one_is_not() {
-    let slow = QUICK.silence * 3;
+    let slow = QUICK.silence * 5 / 4;
     on_ranks(&launches(2), QUICK, |ranks| {
         if ranks.rank() == 1 {
             std::thread::sleep(slow);
@@ -216,12 +177,15 @@ fn a_slow_rank_is_waited_for_and_a_silent_one_is_not() {
         introduce(&mut silent, &launches[1].token, &hello).unwrap();
         read_verdict(&mut silent).unwrap();
         let error = root.join().unwrap();
-        assert!(error.contains("rank 1 is lost while meeting: it gives no sign of life"), "{error}");
+        assert!(
+            error.contains("rank 1 is lost while meeting: it gives no sign of life"),
+            "{error}"
+        );
     });
 
     // One that lives, and never comes.
     let impatient = Timeouts {
-        patience: QUICK.silence * 2,
+        patience: Duration::from_millis(500),
         ..QUICK
     };
     let done = AtomicBool::new(false);
@@ -236,7 +200,11 @@ fn a_slow_rank_is_waited_for_and_a_silent_one_is_not() {
         done.store(true, Ordering::Relaxed);
         error
     });
-    assert!(found[0].contains("rank 1 did not come to meeting"), "{}", found[0]);
+    assert!(
+        found[0].contains("rank 1 did not come to meeting"),
+        "{}",
+        found[0]
+    );
 }
 
 #[test]
@@ -313,7 +281,8 @@ fn strangers_are_turned_away_and_the_ranks_are_waited_for() {
         });
         // One that speaks another protocol, one that says nothing, one without the secret.
         let mut web = connected(&launches[0]);
-        web.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
+        web.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            .unwrap();
         let mut answer = Vec::new();
         let _ = web.read_to_end(&mut answer);
         assert!(answer.is_empty(), "a stranger learns nothing");
@@ -352,10 +321,19 @@ fn ranks_that_never_come_are_named() {
         let peer = scope.spawn(|| join(&launches[1], "", short).unwrap_err());
         (root.join().unwrap(), peer.join().unwrap())
     });
-    assert!(root.to_string().starts_with("rank 2 did not join within"), "{root}");
-    assert!(peer.to_string().contains("rank 2 did not join within"), "{peer}");
+    assert!(
+        root.to_string().starts_with("rank 2 did not join within"),
+        "{root}"
+    );
+    assert!(
+        peer.to_string().contains("rank 2 did not join within"),
+        "{peer}"
+    );
     let error = join(&launches[1], "", short).unwrap_err().to_string();
-    assert!(error.starts_with("rank 0 did not answer at `127.0.0.1:"), "{error}");
+    assert!(
+        error.starts_with("rank 0 did not answer at `127.0.0.1:"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::{ConfigError, Issue, Response, RewardAggregation, RunConfig, TrainMode};
+use super::{ConfigError, Issue, RewardAggregation, RunConfig, TrainMode};
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -318,6 +318,15 @@ impl RunConfig {
             "make it at least 1",
         );
         issues.require(
+            (1..=self.rollout.groups_per_step).contains(&trainer.max_processes),
+            "trainer.max_processes",
+            trainer.max_processes,
+            &format!(
+                "make it from 1 to `rollout.groups_per_step` ({}): a process takes whole groups",
+                self.rollout.groups_per_step
+            ),
+        );
+        issues.require(
             trainer.micro_batch_tokens >= self.rollout.max_total_tokens,
             "trainer.micro_batch_tokens",
             trainer.micro_batch_tokens,
@@ -454,12 +463,6 @@ impl RunConfig {
 
     fn validate_watch(&self, issues: &mut Issues) {
         let watch = &self.watch;
-        issues.require(
-            watch.ratio != Response::Skip,
-            "watch.ratio",
-            "skip",
-            "make it `warn` or `stop`: ratios are known when the step is done",
-        );
         issues.require_positive("watch.max_ratio", watch.max_ratio);
         issues.require_positive("watch.max_reward_drop", watch.max_reward_drop);
         issues.require(

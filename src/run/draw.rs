@@ -5,8 +5,10 @@ use std::sync::atomic::AtomicBool;
 use super::RunError;
 use super::algorithm::part_weights;
 use super::policy::Policy;
+use super::ranks::gather;
 use super::train::check_scored;
 use super::workbench::Workbench;
+use crate::collective::Collective;
 use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;
 use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
@@ -29,6 +31,8 @@ pub(super) struct TaskDraws<'a> {
     pub(super) tasks: &'a TaskSet,
     pub(super) collector: CollectorConfig,
     pub(super) stop: &'a AtomicBool,
+    /// The processes that share the episodes.
+    pub(super) ranks: &'a dyn Collective,
     /// Batches of tasks that were drawn so far.
     pub(super) drawn: u64,
 }
@@ -97,6 +101,7 @@ impl TaskDraws<'_> {
         }
     }
 
+    /// Collects one draw's episodes: each process its share of the groups, which all are then told of.
     fn draw(
         &mut self,
         engine: &mut Engine,
@@ -113,14 +118,35 @@ impl TaskDraws<'_> {
             step,
             draw,
         };
-        let requests = batch
-            .into_iter()
-            .map(|task| self.workbench.group(task, config.rollout.group_size, seed))
-            .collect();
+        let requests = self.ranks.share(batch.len()).map(|place| {
+            let (task, earlier) = (batch[place], &batch[..place]);
+            let visit = earlier
+                .iter()
+                .filter(|earlier| earlier.id == task.id)
+                .count();
+            self.workbench
+                .group(task, config.rollout.group_size, seed, visit as u64)
+        });
         let policy = self.policy;
         let mut collector =
             Collector::new(engine, &policy.tokenizer, &policy.template, &self.collector)
                 .until(self.stop);
-        Ok(collector.collect(requests, seed, &mut |_| {})?)
+        let own = collector
+            .collect(requests.collect(), seed, &mut |_| {})
+            .map(|(groups, stats)| (groups, stats.sampled_tokens, stats.seconds));
+        let shares = gather(
+            self.ranks,
+            "gathering episodes",
+            own.map_err(RunError::from),
+        )?;
+        let mut groups = Vec::with_capacity(count);
+        let mut stats = CollectorStats::default();
+        for (share, sampled_tokens, seconds) in shares {
+            groups.extend(share);
+            stats.sampled_tokens += sampled_tokens;
+            // They sample at the same time.
+            stats.seconds = stats.seconds.max(seconds);
+        }
+        Ok((groups, stats))
     }
 }

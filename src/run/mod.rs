@@ -13,6 +13,7 @@ mod folder;
 mod memory;
 mod metrics;
 mod policy;
+mod ranks;
 mod sft;
 mod sinks;
 mod starter;

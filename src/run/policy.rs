@@ -37,7 +37,20 @@ impl Policy {
     ///
     /// Fails where the model or the adapter is missing, damaged or not supported.
     pub fn load(config: &RunConfig, trainable: &Trainable) -> Result<Self, RunError> {
-        let device = device(config.model.device)?;
+        Self::load_on(config, trainable, 0)
+    }
+
+    /// Does what [`Policy::load`] does, on GPU number `gpu` where that is on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Policy::load`].
+    pub fn load_on(
+        config: &RunConfig,
+        trainable: &Trainable,
+        gpu: usize,
+    ) -> Result<Self, RunError> {
+        let device = device(config.model.device, gpu)?;
         let (dtype, format) = held_in(config.model.dtype, &device);
         // Adapters are computed and trained in single precision on the CPU, whatever the base is kept in.
         let adapter_dtype = if device.is_cpu() { DType::F32 } else { dtype };
@@ -201,8 +214,8 @@ pub fn trainable(config: &RunConfig) -> Trainable {
     }
 }
 
-fn device(device: config::Device) -> Result<Device, RunError> {
-    let cuda = || Device::new_cuda(0);
+fn device(device: config::Device, gpu: usize) -> Result<Device, RunError> {
+    let cuda = || Device::new_cuda(gpu);
     match device {
         config::Device::Cpu => Ok(Device::Cpu),
         config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda().unwrap_or(Device::Cpu)),

@@ -10,6 +10,7 @@ use super::train::new_engine;
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;
+use crate::collective::Solo;
 use crate::config::RunConfig;
 use crate::env::ToolEnvironment;
 use crate::eval::EvalReport;
@@ -149,6 +150,7 @@ pub fn sft(
                 &mut engine,
                 tasks,
                 &never,
+                &Solo,
                 observer,
             )?;
             observer(RunEvent::Evaluated {

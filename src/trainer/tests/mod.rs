@@ -13,6 +13,8 @@ use crate::engine::model::{
     random_weights,
 };
 
+mod invariance;
+mod ranks;
 mod value;
 
 fn lora() -> Trainable {
