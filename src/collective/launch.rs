@@ -105,7 +105,7 @@ impl Launch {
             let reason = "is not set; give the machine of rank 0, `localhost` if it is this one";
             return wrong("MASTER_ADDR", reason.to_owned());
         };
-        let port = number("MASTER_PORT")?.unwrap_or(DEFAULT_PORT.into());
+        let port = number("MASTER_PORT")?.unwrap_or_else(|| DEFAULT_PORT.into());
         let Some(port) = u16::try_from(port).ok().filter(|port| *port > 0) else {
             return wrong("MASTER_PORT", format!("is {port}, expected 1 to 65535"));
         };

@@ -130,6 +130,17 @@ fn a_rank_that_ends_is_named_to_all_others_at_once() {
         "{found:?}"
     );
     assert!(found[2].contains("rank 1 ended the run"), "{found:?}");
+
+    let found = on_ranks(&self::launches(3), QUICK, |ranks| {
+        if ranks.rank() == 0 {
+            ranks.cut_for_tests();
+            return String::new();
+        }
+        ranks.barrier("meeting").unwrap_err().to_string()
+    });
+    for error in &found[1..] {
+        assert!(error.contains("rank 0 is lost while meeting"), "{error}");
+    }
 }
 
 #[test]

@@ -228,6 +228,20 @@ pub struct TaskConfig {
     /// Learn from the first so many tasks only; all unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
+    /// Which tasks a step draws; `epochs` unless given.
+    pub curriculum: Curriculum,
+}
+
+/// Which tasks a step draws.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Curriculum {
+    /// All in turn, each epoch in another order.
+    #[default]
+    Epochs,
+    /// The more often the nearer to a half of its recent episodes pass; new tasks as if half did. None
+    /// falls below a tenth of the largest weight.
+    PassRate,
 }
 
 impl Default for TaskConfig {
@@ -241,6 +255,7 @@ impl Default for TaskConfig {
             challenge_tests: false,
             grader: None,
             limit: None,
+            curriculum: Curriculum::Epochs,
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use super::RunError;
 use super::algorithm::part_weights;
+use super::curriculum::PassRates;
 use super::policy::Policy;
 use super::ranks::gather;
 use super::train::check_scored;
@@ -11,7 +12,9 @@ use super::workbench::Workbench;
 use crate::collective::Collective;
 use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;
-use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
+use crate::rollout::{
+    CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup, derive_seed,
+};
 use crate::task::TaskSet;
 
 /// The episodes of one step.
@@ -23,7 +26,7 @@ pub(super) struct StepEpisodes {
     pub(super) stats: CollectorStats,
 }
 
-/// Draws tasks in the order of the run's epochs.
+/// Draws tasks in the order of the run's epochs, or by how often they are passed.
 pub(super) struct TaskDraws<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) policy: &'a Policy,
@@ -35,6 +38,8 @@ pub(super) struct TaskDraws<'a> {
     pub(super) ranks: &'a dyn Collective,
     /// Batches of tasks that were drawn so far.
     pub(super) drawn: u64,
+    /// How often tasks are passed, where they are drawn by that.
+    pub(super) pass_rates: Option<PassRates>,
 }
 
 impl TaskDraws<'_> {
@@ -110,7 +115,13 @@ impl TaskDraws<'_> {
     ) -> Result<(Vec<RolloutGroup>, CollectorStats), RunError> {
         let config = self.config;
         let count = config.rollout.groups_per_step;
-        let batch = self.tasks.batch(config.seed, self.drawn, count);
+        let batch = match &self.pass_rates {
+            Some(rates) => {
+                let seed = derive_seed(config.seed, "curriculum", self.drawn, "");
+                rates.draw(self.tasks, count, seed)
+            }
+            None => self.tasks.batch(config.seed, self.drawn, count),
+        };
         self.drawn += 1;
         let seed = CollectionSeed {
             run: config.seed,
@@ -146,6 +157,9 @@ impl TaskDraws<'_> {
             stats.sampled_tokens += sampled_tokens;
             // They sample at the same time.
             stats.seconds = stats.seconds.max(seconds);
+        }
+        if let Some(rates) = &mut self.pass_rates {
+            rates.learn(&groups);
         }
         Ok((groups, stats))
     }

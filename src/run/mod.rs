@@ -5,6 +5,7 @@
 //! measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
 
 mod algorithm;
+mod curriculum;
 mod demos;
 mod draw;
 mod error;

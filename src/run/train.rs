@@ -9,6 +9,7 @@ use fs_err as fs;
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
+use super::curriculum::PassRates;
 use super::draw::TaskDraws;
 use super::evaluate::evaluate;
 use super::folder::RunFolder;
@@ -20,7 +21,7 @@ use super::watch::{Anomaly, Observed, WatchState};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
 use crate::collective::Collective;
-use crate::config::{Response, RunConfig};
+use crate::config::{Curriculum, Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
@@ -55,6 +56,9 @@ struct Progress {
     watch: WatchState,
     tokens: u64,
     batches_drawn: u64,
+    /// How often tasks are passed, where they are drawn by that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pass_rates: Option<PassRates>,
     wall_s: f64,
 }
 
@@ -209,6 +213,10 @@ fn train_together(
         stop: options.stop,
         ranks,
         drawn: run.progress.batches_drawn,
+        pass_rates: match config.task.curriculum {
+            Curriculum::Epochs => None,
+            Curriculum::PassRate => Some(run.progress.pass_rates.clone().unwrap_or_default()),
+        },
     };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     loop {
@@ -248,6 +256,7 @@ fn train_together(
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
         run.progress.batches_drawn = draws.drawn;
+        run.progress.pass_rates.clone_from(&draws.pass_rates);
         if ranks.is_root() {
             let groups = episodes.groups.iter().chain(&episodes.set_aside);
             store(options.out, step, groups)?;

@@ -9,7 +9,7 @@ use serde_json::Value;
 use wardian::trajectory::{read_step, step_path};
 
 /// Whatever looks at the whole step is on: its rewards' deviation, its draws, its divergence, its lengths.
-const SETTINGS: [&str; 17] = [
+const SETTINGS: [&str; 18] = [
     "trainer.steps=3",
     "trainer.max_processes=3",
     "trainer.save_every=0",
@@ -18,6 +18,7 @@ const SETTINGS: [&str; 17] = [
     "trainer.dynamic_sampling=true",
     "trainer.max_draws=2",
     "trainer.scale_rewards=batch",
+    "task.curriculum=pass_rate",
     "trainer.beta=0.05",
     "trainer.kl_in_reward=true",
     "trainer.overlong_limit=60",

@@ -234,7 +234,7 @@ fn a_sequence_scores_to_the_same_bits_in_any_company(
     assert!(alone.iter().all(|scores| !scores.is_empty()));
     assert_eq!(scores(&sequences, usize::MAX), alone);
     assert_eq!(scores(&sequences, 17), alone);
-    let mut reversed = sequences.clone();
+    let mut reversed = sequences;
     reversed.reverse();
     let mut found = scores(&reversed, 30);
     found.reverse();
