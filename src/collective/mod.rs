@@ -21,6 +21,7 @@
 
 mod error;
 mod handshake;
+mod join;
 mod launch;
 #[cfg(feature = "nccl")]
 mod nccl;
