@@ -1,7 +1,7 @@
 #!/bin/bash
 # Checks the CUDA build on a machine without a GPU.
 #
-#   scripts/check-cuda.sh             type-checks everything behind the feature `cuda`; no CUDA is needed
+#   scripts/check-cuda.sh             type-checks everything behind the features `cuda` and `nccl`; no CUDA is needed
 #   scripts/check-cuda.sh --kernels   compiles our own kernels with NVRTC, as a GPU's machine does at run time
 #   scripts/check-cuda.sh --link      both, and compiles candle's kernels and links the binary, with NVIDIA's compiler
 #
@@ -79,7 +79,7 @@ compile_kernels() {
 case ${1:-} in
     '')
         stand_in_nvcc
-        arguments=(clippy --all-targets)
+        arguments=(clippy --all-targets --features nccl)
         lints=(-- -D warnings)
         ;;
     --kernels)
@@ -93,11 +93,11 @@ case ${1:-} in
     --link)
         fetched_cuda
         compile_kernels "$CUDA_HOME/lib"
-        arguments=(build --bin wardian)
+        arguments=(build --bin wardian --features cuda)
         lints=()
         ;;
     *) die "usage: check-cuda.sh [--kernels | --link]" ;;
 esac
 export CUDA_PATH=$CUDA_HOME NVCC=$CUDA_HOME/bin/nvcc PATH=$CUDA_HOME/bin:$PATH
-cargo "${arguments[@]}" --features cuda --target-dir "${TARGET:-$WORK/target}" "${lints[@]}"
+cargo "${arguments[@]}" --target-dir "${TARGET:-$WORK/target}" "${lints[@]}"
 echo "check-cuda.sh: ${arguments[0]} passed" >&2

@@ -6,6 +6,7 @@
 mod causes;
 pub mod chat;
 pub mod cli;
+pub mod collective;
 pub mod config;
 pub mod engine;
 pub mod env;

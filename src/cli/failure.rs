@@ -21,6 +21,11 @@ impl Failure {
         }
     }
 
+    /// Returns what is wrong, for a process that it concerns, too.
+    pub(super) fn reason(&self) -> String {
+        format!("{:#}", self.error)
+    }
+
     /// Something of ours failed.
     pub(super) fn internal(error: impl Into<anyhow::Error>) -> Self {
         Self {

@@ -85,8 +85,7 @@ pub struct WatchConfig {
     /// About log-probabilities further than `trainer.max_kl_sample_train` from the sampler's; `stop`
     /// unless given.
     pub drift: Response,
-    /// About a token whose probability grew by more than `max_ratio` in a step; `warn` unless given. It
-    /// is known behind the update, so it cannot be skipped.
+    /// About a token whose probability grew by more than `max_ratio` within a step; `warn` unless given.
     pub ratio: Response,
     /// About `flat_steps` steps in a row without a group that teaches anything; `warn` unless given.
     pub flat: Response,
@@ -256,6 +255,20 @@ pub struct TaskConfig {
     /// Learn from the first so many tasks only; all unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
+    /// Which tasks a step draws; `epochs` unless given.
+    pub curriculum: Curriculum,
+}
+
+/// Which tasks a step draws.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Curriculum {
+    /// All in turn, each epoch in another order.
+    #[default]
+    Epochs,
+    /// The more often the nearer to a half of its recent episodes pass; new tasks as if half did. None
+    /// falls below a tenth of the largest weight.
+    PassRate,
 }
 
 impl Default for TaskConfig {
@@ -269,6 +282,7 @@ impl Default for TaskConfig {
             challenge_tests: false,
             grader: None,
             limit: None,
+            curriculum: Curriculum::Epochs,
         }
     }
 }
@@ -514,6 +528,10 @@ pub struct TrainerConfig {
     pub overlong_weight: f64,
     /// Passes over the episodes of a step; 1 unless given, which is on-policy.
     pub num_iterations: usize,
+    /// The most processes that can share the run; 1 unless given. A step's groups are divided into so
+    /// many parts, which are learned from each by itself, so that on CPUs the numbers are the same, to the
+    /// bit, for any number of processes up to it.
+    pub max_processes: usize,
     /// Whether episodes that were cut off by a limit are left out of the loss; false unless given.
     pub mask_truncated: bool,
     /// Tokens of one forward and backward pass, which bounds memory and changes nothing else;
@@ -591,6 +609,7 @@ impl Default for TrainerConfig {
             overlong_margin: 512,
             overlong_weight: 1.0,
             num_iterations: 1,
+            max_processes: 1,
             mask_truncated: false,
             micro_batch_tokens: 16_384,
             memory_budget: None,

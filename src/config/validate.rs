@@ -328,6 +328,15 @@ impl RunConfig {
             "make it at least 1",
         );
         issues.require(
+            (1..=self.rollout.groups_per_step).contains(&trainer.max_processes),
+            "trainer.max_processes",
+            trainer.max_processes,
+            &format!(
+                "make it from 1 to `rollout.groups_per_step` ({}): a process takes whole groups",
+                self.rollout.groups_per_step
+            ),
+        );
+        issues.require(
             trainer.micro_batch_tokens >= self.rollout.max_total_tokens,
             "trainer.micro_batch_tokens",
             trainer.micro_batch_tokens,
@@ -464,12 +473,6 @@ impl RunConfig {
 
     fn validate_watch(&self, issues: &mut Issues) {
         let watch = &self.watch;
-        issues.require(
-            watch.ratio != Response::Skip,
-            "watch.ratio",
-            "skip",
-            "make it `warn` or `stop`: ratios are known when the step is done",
-        );
         issues.require(
             watch.collapse != Response::Skip,
             "watch.collapse",

@@ -34,6 +34,8 @@ pub struct CollectorConfig {
 pub struct GroupRequest {
     /// The task's id.
     pub task_id: String,
+    /// How often the task was met before in what is collected: it samples other tokens each time.
+    pub visit: u64,
     /// One environment a sample.
     pub environments: Vec<Box<dyn Environment>>,
 }
@@ -150,10 +152,8 @@ impl<'a> Collector<'a> {
         let mut running = HashMap::new();
         for (group, request) in requests.into_iter().enumerate() {
             groups.push(Vec::with_capacity(request.environments.len()));
-            // A task that is met twice in one step samples other tokens the second time.
-            let visit = task_ids.iter().filter(|id| **id == request.task_id).count();
             task_ids.push(request.task_id.clone());
-            self.start_group(group, visit, request, seed, &mut running)?;
+            self.start_group(group, request, seed, &mut running)?;
         }
         let total = running.len();
         let mut done = 0;
@@ -221,7 +221,6 @@ impl<'a> Collector<'a> {
     fn start_group(
         &mut self,
         group: usize,
-        visit: usize,
         request: GroupRequest,
         seed: CollectionSeed<'_>,
         running: &mut HashMap<SequenceId, Running>,
@@ -258,7 +257,7 @@ impl<'a> Collector<'a> {
         }
         let task_seed = seed
             .of_task(seed.purpose, &request.task_id)
-            .wrapping_add(visit as u64);
+            .wrapping_add(request.visit);
         let seeds: Vec<SequenceSeed> = (0..episodes.len())
             .map(|i| SequenceSeed::new(seed.run, task_seed, i as u64))
             .collect();

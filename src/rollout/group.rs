@@ -1,9 +1,11 @@
 //! The samples of one task.
 
+use serde::{Deserialize, Serialize};
+
 use crate::trajectory::Trajectory;
 
 /// G trajectories of one task, the unit of group-relative advantages.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RolloutGroup {
     /// The task's id.
     pub task_id: String,

@@ -45,7 +45,12 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> Result<GrpoCon
             config::Response::Warn => f64::INFINITY,
             _ => trainer.max_kl_sample_train,
         },
+        max_ratio: match config.watch.ratio {
+            config::Response::Warn => f64::INFINITY,
+            _ => config.watch.max_ratio,
+        },
         mask_truncated: trainer.mask_truncated,
+        parts: trainer.max_processes,
     })
 }
 

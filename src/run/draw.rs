@@ -4,12 +4,17 @@ use std::sync::atomic::AtomicBool;
 
 use super::RunError;
 use super::algorithm::part_weights;
+use super::curriculum::PassRates;
 use super::policy::Policy;
+use super::ranks::gather;
 use super::scored::check_scored;
 use super::workbench::Workbench;
+use crate::collective::Collective;
 use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;
-use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
+use crate::rollout::{
+    CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup, derive_seed,
+};
 use crate::task::TaskSet;
 
 /// The episodes of one step.
@@ -21,7 +26,7 @@ pub(super) struct StepEpisodes {
     pub(super) stats: CollectorStats,
 }
 
-/// Draws tasks in the order of the run's epochs.
+/// Draws tasks in the order of the run's epochs, or by how often they are passed.
 pub(super) struct TaskDraws<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) policy: &'a Policy,
@@ -29,8 +34,12 @@ pub(super) struct TaskDraws<'a> {
     pub(super) tasks: &'a TaskSet,
     pub(super) collector: CollectorConfig,
     pub(super) stop: &'a AtomicBool,
+    /// The processes that share the episodes.
+    pub(super) ranks: &'a dyn Collective,
     /// Batches of tasks that were drawn so far.
     pub(super) drawn: u64,
+    /// How often tasks are passed, where they are drawn by that.
+    pub(super) pass_rates: Option<PassRates>,
 }
 
 impl TaskDraws<'_> {
@@ -97,6 +106,7 @@ impl TaskDraws<'_> {
         }
     }
 
+    /// Collects one draw's episodes: each process its share of the groups, which all are then told of.
     fn draw(
         &mut self,
         engine: &mut Engine,
@@ -105,7 +115,13 @@ impl TaskDraws<'_> {
     ) -> Result<(Vec<RolloutGroup>, CollectorStats), RunError> {
         let config = self.config;
         let count = config.rollout.groups_per_step;
-        let batch = self.tasks.batch(config.seed, self.drawn, count);
+        let batch = match &self.pass_rates {
+            Some(rates) => {
+                let seed = derive_seed(config.seed, "curriculum", self.drawn, "");
+                rates.draw(self.tasks, count, seed)
+            }
+            None => self.tasks.batch(config.seed, self.drawn, count),
+        };
         self.drawn += 1;
         let seed = CollectionSeed {
             run: config.seed,
@@ -113,14 +129,38 @@ impl TaskDraws<'_> {
             step,
             draw,
         };
-        let requests = batch
-            .into_iter()
-            .map(|task| self.workbench.group(task, config.rollout.group_size, seed))
-            .collect();
+        let requests = self.ranks.share(batch.len()).map(|place| {
+            let (task, earlier) = (batch[place], &batch[..place]);
+            let visit = earlier
+                .iter()
+                .filter(|earlier| earlier.id == task.id)
+                .count();
+            self.workbench
+                .group(task, config.rollout.group_size, seed, visit as u64)
+        });
         let policy = self.policy;
         let mut collector =
             Collector::new(engine, &policy.tokenizer, &policy.template, &self.collector)
                 .until(self.stop);
-        Ok(collector.collect(requests, seed, &mut |_| {})?)
+        let own = collector
+            .collect(requests.collect(), seed, &mut |_| {})
+            .map(|(groups, stats)| (groups, stats.sampled_tokens, stats.seconds));
+        let shares = gather(
+            self.ranks,
+            "gathering episodes",
+            own.map_err(RunError::from),
+        )?;
+        let mut groups = Vec::with_capacity(count);
+        let mut stats = CollectorStats::default();
+        for (share, sampled_tokens, seconds) in shares {
+            groups.extend(share);
+            stats.sampled_tokens += sampled_tokens;
+            // They sample at the same time.
+            stats.seconds = stats.seconds.max(seconds);
+        }
+        if let Some(rates) = &mut self.pass_rates {
+            rates.learn(&groups);
+        }
+        Ok((groups, stats))
     }
 }

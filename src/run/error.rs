@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::chat::ChatError;
+use crate::collective::CollectiveError;
 use crate::config::ConfigError;
 use crate::engine::EngineError;
 use crate::engine::model::ModelError;
@@ -138,7 +139,31 @@ pub enum RunError {
         remedy: String,
     },
 
+    /// More processes were launched than can share the run.
+    #[error(
+        "`WORLD_SIZE` is {found}, more than `trainer.max_processes` = {limit}; raise that, which changes \
+         the numbers of the run by rounding, or launch fewer"
+    )]
+    TooManyProcesses {
+        /// How many were launched.
+        found: usize,
+        /// How many can share the run.
+        limit: usize,
+    },
+
     // === The work ===
+    /// The processes cannot go on together.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The processes have other weights, though they did the same.
+    #[error(
+        "rank {rank} has other weights than rank 0: the model's files differ, or the machines compute \
+         differently; use machines of one kind"
+    )]
+    WeightsDiffer {
+        /// The first that has.
+        rank: usize,
+    },
     /// The model cannot be used.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -209,6 +234,15 @@ impl RunError {
         )
     }
 
+    /// Returns whether another process is lost or gave up.
+    #[must_use]
+    pub(super) fn is_of_other_process(&self) -> bool {
+        matches!(
+            self,
+            Self::Collective(_) | Self::Trainer(TrainerError::Collective(_))
+        )
+    }
+
     /// Returns whether the reader can mend it by asking for something else: a key, a path, a file.
     #[must_use]
     pub fn is_usage(&self) -> bool {
@@ -229,9 +263,11 @@ impl RunError {
             | Self::SeedChanged { .. }
             | Self::Progress { .. }
             | Self::Device { .. }
+            | Self::TooManyProcesses { .. }
             | Self::Write { .. }
             | Self::Io(_)
             | Self::Store(_) => true,
+            Self::Collective(error) => error.is_usage(),
             Self::Engine(error) => error.is_input(),
             Self::Model(error) => error.is_input(),
             Self::Rollout(error) => !matches!(error, RolloutError::Engine(_)),
@@ -240,6 +276,7 @@ impl RunError {
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }
             ),
             Self::NothingScored { .. }
+            | Self::WeightsDiffer { .. }
             | Self::Anomaly { .. }
             | Self::Stopped { .. }
             | Self::Toml(_) => false,

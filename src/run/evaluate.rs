@@ -2,18 +2,21 @@
 
 use std::sync::atomic::AtomicBool;
 
-use super::scored::check_scored;
+use super::ranks::gather;
+use super::scored::why_unscored;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
+use crate::collective::Collective;
 use crate::config::RunConfig;
 use crate::engine::Engine;
 use crate::eval::{EvalReport, TaskScore};
 use crate::rollout::{CollectionSeed, Collector};
-use crate::task::TaskSet;
+use crate::task::{Task, TaskSet};
 
 /// Episodes in the engine at one time while measuring.
 const EPISODES_AT_ONCE: usize = 256;
 
-/// Measures `policy` on `tasks` with `config.eval.samples` samples each, unless `stop` becomes true.
+/// Measures `policy` on `tasks` with `config.eval.samples` samples each, unless `stop` becomes true. The
+/// processes of `ranks` share the tasks, and all get the result.
 ///
 /// # Errors
 ///
@@ -25,8 +28,35 @@ pub fn evaluate(
     engine: &mut Engine,
     tasks: &TaskSet,
     stop: &AtomicBool,
+    ranks: &dyn Collective,
     observer: &mut Observer<'_>,
 ) -> Result<EvalReport, RunError> {
+    let tasks = &tasks.tasks()[ranks.share(tasks.len())];
+    let own = measure_share(config, policy, workbench, engine, tasks, stop, observer);
+    let mut scores = Vec::new();
+    let mut reason = None;
+    for (share, failure) in gather(ranks, "gathering measurements", own)? {
+        scores.extend(share);
+        reason = failure.or(reason);
+    }
+    if !scores.iter().any(|score: &TaskScore| score.n > 0) {
+        return Err(RunError::NothingScored {
+            reason: reason.unwrap_or_default(),
+        });
+    }
+    Ok(EvalReport::new(scores, &config.eval.k, config.seed))
+}
+
+/// Returns the scores of some tasks, and why the last episode that could not be scored could not.
+fn measure_share(
+    config: &RunConfig,
+    policy: &Policy,
+    workbench: &Workbench,
+    engine: &mut Engine,
+    tasks: &[Task],
+    stop: &AtomicBool,
+    observer: &mut Observer<'_>,
+) -> Result<(Vec<TaskScore>, Option<String>), RunError> {
     let samples = config.eval.samples;
     let total = tasks.len() * samples;
     let collector_config = workbench.collector(config.eval.temperature);
@@ -36,12 +66,13 @@ pub fn evaluate(
         step: 0,
         draw: 0,
     };
-    let mut all_groups = Vec::with_capacity(tasks.len());
+    let mut scores = Vec::with_capacity(tasks.len());
+    let mut reason = None;
     let mut done = 0;
-    for chunk in tasks.tasks().chunks((EPISODES_AT_ONCE / samples).max(1)) {
+    for chunk in tasks.chunks((EPISODES_AT_ONCE / samples).max(1)) {
         let requests = chunk
             .iter()
-            .map(|task| workbench.group(task, samples, seed))
+            .map(|task| workbench.group(task, samples, seed, 0))
             .collect();
         let mut collector = Collector::new(
             engine,
@@ -57,10 +88,9 @@ pub fn evaluate(
             });
         })?;
         done += chunk.len() * samples;
-        all_groups.extend(groups);
+        reason = why_unscored(&groups).or(reason);
+        let episodes = groups.iter().flat_map(|group| &group.trajectories);
+        scores.extend(TaskScore::count(episodes));
     }
-    check_scored(&all_groups)?;
-    let episodes = all_groups.iter().flat_map(|group| &group.trajectories);
-    let scores = TaskScore::count(episodes);
-    Ok(EvalReport::new(scores, &config.eval.k, config.seed))
+    Ok((scores, reason))
 }

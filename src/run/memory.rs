@@ -24,6 +24,8 @@ pub fn plan_request(config: &RunConfig, model: &ModelConfig, place: Place) -> Pl
         micro_batch_tokens: config.trainer.micro_batch_tokens,
         longest: config.rollout.max_total_tokens,
         cache_tokens: config.rollout.max_cache_tokens,
+        parts: config.trainer.max_processes,
+        iterations: config.trainer.num_iterations,
     }
 }
 

@@ -5,6 +5,7 @@
 //! measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
 
 mod algorithm;
+mod curriculum;
 mod demos;
 mod draw;
 mod error;
@@ -13,6 +14,7 @@ mod folder;
 mod memory;
 mod metrics;
 mod policy;
+mod ranks;
 mod scored;
 mod sft;
 mod sinks;

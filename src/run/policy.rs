@@ -38,7 +38,20 @@ impl Policy {
     ///
     /// Fails where the model or the adapter is missing, damaged or not supported.
     pub fn load(config: &RunConfig, trainable: &Trainable) -> Result<Self, RunError> {
-        let device = device(config.model.device)?;
+        Self::load_on(config, trainable, 0)
+    }
+
+    /// Does what [`Policy::load`] does, on GPU number `gpu` where that is on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Policy::load`].
+    pub fn load_on(
+        config: &RunConfig,
+        trainable: &Trainable,
+        gpu: usize,
+    ) -> Result<Self, RunError> {
+        let device = device(config.model.device, gpu)?;
         let place = if device.is_cpu() {
             Place::Cpu
         } else {
@@ -205,10 +218,10 @@ pub fn trainable(config: &RunConfig) -> Trainable {
     }
 }
 
-fn device(device: config::Device) -> Result<Device, RunError> {
+fn device(device: config::Device, gpu: usize) -> Result<Device, RunError> {
     // A stream of its own: the default one is another in each thread, and a server's engine has a thread
     // of its own.
-    let cuda = || Device::new_cuda_with_stream(0);
+    let cuda = || Device::new_cuda_with_stream(gpu);
     match device {
         config::Device::Cpu => Ok(Device::Cpu),
         config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda().unwrap_or(Device::Cpu)),

@@ -9,16 +9,27 @@ pub(super) fn check_scored<'a>(
     groups: impl IntoIterator<Item = &'a RolloutGroup>,
 ) -> Result<(), RunError> {
     let mut reason = None;
-    for trajectory in groups.into_iter().flat_map(|group| &group.trajectories) {
-        if trajectory.reward.is_some() {
+    for group in groups {
+        let mut episodes = group.trajectories.iter();
+        if episodes.any(|episode| episode.reward.is_some()) {
             return Ok(());
         }
-        if let Status::Failed { reason: found } = &trajectory.status {
-            reason = Some(found.clone());
-        }
+        reason = why_unscored(std::slice::from_ref(group)).or(reason);
     }
     Err(RunError::NothingScored {
         reason: reason.unwrap_or_default(),
+    })
+}
+
+/// Returns why the last episode failed that did.
+pub(super) fn why_unscored(groups: &[RolloutGroup]) -> Option<String> {
+    let mut episodes = groups
+        .iter()
+        .rev()
+        .flat_map(|group| group.trajectories.iter().rev());
+    episodes.find_map(|episode| match &episode.status {
+        Status::Failed { reason } => Some(reason.clone()),
+        _ => None,
     })
 }
 

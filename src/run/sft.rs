@@ -10,6 +10,7 @@ use super::train::new_engine;
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;
+use crate::collective::Solo;
 use crate::config::RunConfig;
 use crate::env::ToolEnvironment;
 use crate::eval::EvalReport;
@@ -158,7 +159,9 @@ pub fn sft(
         let is_due = step % options.measure_every.max(1) == 0 || step == options.steps;
         if let Some((tasks, engine)) = measured.as_mut().filter(|_| is_due) {
             let stop = options.stop;
-            let report = evaluate(config, policy, workbench, engine, tasks, stop, observer);
+            let report = evaluate(
+                config, policy, workbench, engine, tasks, stop, &Solo, observer,
+            );
             let report = match report {
                 Err(error) if error.is_stop() => {
                     outcome.is_stopped = true;
@@ -200,6 +203,9 @@ fn memory_request(
             0
         },
         critic: false,
+        // Sums of gradients are of one process here, and a step has one pass.
+        parts: 1,
+        iterations: 1,
         ..run
     }
 }
@@ -244,12 +250,16 @@ mod tests {
             micro_batch_tokens: 1024,
             longest: 4096,
             cache_tokens: 65_536,
+            parts: 8,
+            iterations: 2,
         };
         let planned = memory_request(run.clone(), &traces, &options(&never));
         let expected = PlanRequest {
             longest: 9000,
             cache_tokens: 0,
             critic: false,
+            parts: 1,
+            iterations: 1,
             ..run.clone()
         };
         assert_eq!(planned, expected);

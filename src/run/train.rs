@@ -1,6 +1,6 @@
 //! GRPO from the first measurement to the last.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -9,22 +9,25 @@ use fs_err as fs;
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
+use super::curriculum::PassRates;
 use super::draw::TaskDraws;
 use super::evaluate::evaluate;
 use super::folder::RunFolder;
 use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow};
 use super::policy::Policy;
+use super::ranks::{check_alike, gather};
 use super::summary::{Difference, Measured, Summary};
 use super::watch::{Anomaly, Observed, WatchState};
 use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
 use super::{Observer, RunError, RunEvent};
-use crate::config::{Response, RunConfig};
+use crate::collective::Collective;
+use crate::config::{Curriculum, Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, GrpoTrainer, TrainState, latest_checkpoint, load_checkpoint, prune_checkpoints,
-    remove_partial_checkpoints, save_checkpoint, shuffle_rewards,
+    AdamW, GrpoTrainer, TrainState, checkpoint_path, checkpoint_steps, load_checkpoint,
+    prune_checkpoints, remove_partial_checkpoints, save_checkpoint, shuffle_rewards,
 };
 use crate::trajectory::StepWriter;
 
@@ -37,6 +40,9 @@ pub struct TrainOptions<'a> {
     pub resume: bool,
     /// Once true, the run saves what is done and ends with [`RunError::Stopped`].
     pub stop: &'a AtomicBool,
+    /// The processes that train together. All are given the same configuration and the same weights; the
+    /// root alone writes the folder, and what is resumed all must be able to read.
+    pub ranks: &'a dyn Collective,
 }
 
 /// What a checkpoint keeps of a run besides weights and moments.
@@ -50,6 +56,9 @@ struct Progress {
     watch: WatchState,
     tokens: u64,
     batches_drawn: u64,
+    /// How often tasks are passed, where they are drawn by that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pass_rates: Option<PassRates>,
     wall_s: f64,
 }
 
@@ -58,7 +67,9 @@ struct Run<'a> {
     config: &'a RunConfig,
     policy: &'a Policy,
     out: &'a Path,
-    folder: RunFolder,
+    ranks: &'a dyn Collective,
+    /// The root's.
+    folder: Option<RunFolder>,
     trainer: GrpoTrainer,
     progress: Progress,
     /// Steps done.
@@ -89,8 +100,12 @@ impl Run<'_> {
             return Ok(());
         }
         self.progress.wall_s = self.wall_s();
+        let Some(folder) = &self.folder else {
+            self.saved = Some(self.step);
+            return Ok(());
+        };
         // What a checkpoint says is done must be in the log, whatever happens to the machine.
-        self.folder.sync()?;
+        folder.sync()?;
         let state = TrainState {
             step: self.step,
             seed: self.config.seed,
@@ -109,12 +124,27 @@ impl Run<'_> {
         self.saved = Some(self.step);
         Ok(())
     }
+
+    /// Saves a run that ends, unless before its first step, when there is nothing to save, and waits
+    /// until the root has.
+    fn save_and_wait(&mut self) -> Result<(), RunError> {
+        if self.step > 0 {
+            self.save()?;
+        }
+        Ok(self.ranks.barrier("saving")?)
+    }
+
+    fn log(&mut self, row: &impl Serialize) -> Result<(), RunError> {
+        self.folder
+            .as_mut()
+            .map_or(Ok(()), |folder| folder.log(row))
+    }
 }
 
 /// Trains `policy` with GRPO and writes the run folder.
 ///
 /// A run that was stopped, or killed, goes on from its last checkpoint to the same end: on a CPU, to
-/// the same bytes.
+/// the same bytes, whatever the number of processes then and now.
 ///
 /// # Errors
 ///
@@ -127,14 +157,39 @@ pub fn train(
     options: &TrainOptions<'_>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
+    let result = train_together(config, policy, workbench, options, observer);
+    if let Err(error) = &result
+        && !error.is_stop()
+    {
+        // The others would wait for it.
+        options.ranks.abort(&error.to_string());
+    }
+    result
+}
+
+fn train_together(
+    config: &RunConfig,
+    policy: &Policy,
+    workbench: &Workbench,
+    options: &TrainOptions<'_>,
+    observer: &mut Observer<'_>,
+) -> Result<Summary, RunError> {
+    let (ranks, limit) = (options.ranks, config.trainer.max_processes);
+    let found = ranks.world_size();
+    if found > limit {
+        return Err(RunError::TooManyProcesses { found, limit });
+    }
     let tasks = training_tasks(config)?;
     let held_out = evaluation_tasks(config)?;
     check_held_out(&tasks, &held_out)?;
     let mut engine = new_engine(config, policy)?;
     let mut run = begin(config, policy, options)?;
+    check_alike(ranks, &policy.decoder)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
         let stop = options.stop;
-        let report = evaluate(config, policy, workbench, engine, &held_out, stop, observer)?;
+        let report = evaluate(
+            config, policy, workbench, engine, &held_out, stop, ranks, observer,
+        )?;
         observer(RunEvent::Evaluated {
             step,
             report: &report,
@@ -143,8 +198,8 @@ pub fn train(
     };
     if run.saved.is_none() {
         run.progress.before = match measure(&mut engine, 0, observer) {
-            Err(error) if error.is_stop() => return Err(stop(&mut run)?),
-            report => report?,
+            Err(error) => return Err(give_up(&mut run, error)?),
+            Ok(report) => report,
         };
     }
     let collector = workbench.collector(config.rollout.temperature);
@@ -156,16 +211,21 @@ pub fn train(
         tasks: &tasks,
         collector,
         stop: options.stop,
+        ranks,
         drawn: run.progress.batches_drawn,
+        pass_rates: match config.task.curriculum {
+            Curriculum::Epochs => None,
+            Curriculum::PassRate => Some(run.progress.pass_rates.clone().unwrap_or_default()),
+        },
     };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     loop {
         if run.owes_evaluation(steps) {
             let report = match measure(&mut engine, run.step, observer) {
-                Err(error) if error.is_stop() => return Err(stop(&mut run)?),
-                report => report?,
+                Err(error) => return Err(give_up(&mut run, error)?),
+                Ok(report) => report,
             };
-            run.folder.log(&EvaluationRow {
+            run.log(&EvaluationRow {
                 step: run.step,
                 pass_at_1: report.pass_at_1,
                 ci95: report.ci95,
@@ -174,29 +234,33 @@ pub fn train(
         }
         let is_last = run.step >= steps;
         if is_last || (run.step > 0 && is_due(run.step, config.trainer.save_every)) {
+            check_alike(ranks, &policy.decoder)?;
             run.save()?;
         }
         if is_last {
             break;
         }
-        if options.stop.load(Ordering::Relaxed) {
-            return Err(stop(&mut run)?);
+        let is_asked = options.stop.load(Ordering::Relaxed);
+        match ranks.any("asking whether to stop", is_asked) {
+            Ok(false) => {}
+            Ok(true) => return Err(stop(&mut run)?),
+            Err(error) => return Err(give_up(&mut run, error.into())?),
         }
         let step = run.step + 1;
         let step_started = Instant::now();
         let mut episodes = match draws.step(&mut engine, step as u64) {
-            Err(error) if error.is_stop() => return Err(stop(&mut run)?),
-            episodes => episodes?,
+            Err(error) => return Err(give_up(&mut run, error)?),
+            Ok(episodes) => episodes,
         };
         let progress = run.progress.clone();
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
         run.progress.batches_drawn = draws.drawn;
-        store(
-            options.out,
-            step,
-            episodes.groups.iter().chain(&episodes.set_aside),
-        )?;
+        run.progress.pass_rates.clone_from(&draws.pass_rates);
+        if ranks.is_root() {
+            let groups = episodes.groups.iter().chain(&episodes.set_aside);
+            store(options.out, step, groups)?;
+        }
         if config.trainer.shuffle_rewards {
             let seed = derive_seed(config.seed, "shuffle", step as u64, "");
             shuffle_rewards(&mut episodes.groups, seed);
@@ -214,7 +278,7 @@ pub fn train(
         let metrics = if found.iter().any(|found| found.response == Response::Skip) {
             run.trainer.skip(&episodes.groups)?
         } else {
-            match run.trainer.step(&policy.decoder, &episodes.groups) {
+            match run.trainer.step(&policy.decoder, &episodes.groups, ranks) {
                 Ok(metrics) => metrics,
                 Err(error) => match run.progress.watch.of_refusal(watch, &error) {
                     Some(anomaly) => {
@@ -223,7 +287,7 @@ pub fn train(
                     }
                     None => {
                         run.progress = progress;
-                        if run.step > 0 && config.trainer.num_iterations == 1 {
+                        if run.step > 0 {
                             run.save()?;
                         }
                         return Err(error.into());
@@ -247,7 +311,7 @@ pub fn train(
             update_time: update_started.elapsed().as_secs_f64(),
             tokens_per_second: tokens_per_second(stats),
         };
-        run.folder.log(&row)?;
+        run.log(&row)?;
         observer(RunEvent::Step {
             step,
             metrics: &row.metrics,
@@ -264,15 +328,17 @@ pub fn train(
             return Err(end(&mut run, step, anomaly)?);
         }
     }
-    // What a run left that was killed behind this point.
-    let model = run.folder.model();
-    if model.exists() {
-        fs::remove_dir_all(&model)?;
+    if let Some(folder) = &run.folder {
+        let model = folder.model();
+        // What a run left that was killed behind this point.
+        if model.exists() {
+            fs::remove_dir_all(&model)?;
+        }
+        policy.save(&model)?;
     }
-    policy.save(&model)?;
     let after = match measure(&mut engine, run.step, observer) {
-        Err(error) if error.is_stop() => return Err(stop(&mut run)?),
-        report => report?,
+        Err(error) => return Err(give_up(&mut run, error)?),
+        Ok(report) => report,
     };
     let before = &run.progress.before;
     let difference = after
@@ -290,7 +356,11 @@ pub fn train(
         tokens: run.progress.tokens,
         seed: config.seed,
     };
-    run.folder.write_summary(&summary)?;
+    if let Some(folder) = &run.folder {
+        folder.write_summary(&summary)?;
+    }
+    // Nobody leaves before everything is written.
+    ranks.barrier("finishing")?;
     Ok(summary)
 }
 
@@ -304,8 +374,7 @@ fn begin<'a>(
     let mut optimizer = AdamW::new(&policy.decoder, optimizer_config(config))?;
     let mut critic = critic(config, policy);
     let checkpoint = if options.resume {
-        remove_partial_checkpoints(out)?;
-        latest_checkpoint(out)?
+        latest(out, options.ranks)?
     } else {
         None
     };
@@ -332,7 +401,9 @@ fn begin<'a>(
     let step = restored.as_ref().map(|(step, _)| *step);
     let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
     let run_toml = config.to_toml()?;
-    let folder = if options.resume {
+    let folder = if !options.ranks.is_root() {
+        None
+    } else if options.resume {
         let is_done = step.is_some_and(|step| step as u64 >= config.trainer.steps);
         if is_done && RunFolder::is_finished(out) {
             return Err(RunError::Finished {
@@ -340,15 +411,23 @@ fn begin<'a>(
             });
         }
         let evaluated = progress.evaluated;
-        RunFolder::reopen(out, step.unwrap_or(0), evaluated, &run_toml, &config.log)?
+        let step = step.unwrap_or(0);
+        Some(RunFolder::reopen(
+            out,
+            step,
+            evaluated,
+            &run_toml,
+            &config.log,
+        )?)
     } else {
-        RunFolder::create(out, &run_toml, &config.log)?
+        Some(RunFolder::create(out, &run_toml, &config.log)?)
     };
     let trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer);
     Ok(Run {
         config,
         policy,
         out,
+        ranks: options.ranks,
         folder,
         trainer: trainer.with_critic(critic).resume_after(step.unwrap_or(0)),
         wall_before: progress.wall_s,
@@ -359,12 +438,35 @@ fn begin<'a>(
     })
 }
 
+/// Returns the checkpoint that the root finds to be the last.
+fn latest(out: &Path, ranks: &dyn Collective) -> Result<Option<PathBuf>, RunError> {
+    let own = if ranks.is_root() {
+        remove_partial_checkpoints(out)?;
+        checkpoint_steps(out)?.pop()
+    } else {
+        None
+    };
+    let steps = gather(ranks, "choosing a checkpoint", Ok(own))?;
+    let step = steps.into_iter().next().flatten();
+    Ok(step.map(|step| checkpoint_path(out, step)))
+}
+
+/// Ends a run that cannot go on: asked to stop, or left by another process, it is saved as it was before
+/// the step.
+fn give_up(run: &mut Run<'_>, error: RunError) -> Result<RunError, RunError> {
+    if error.is_stop() {
+        return stop(run);
+    }
+    if error.is_of_other_process() && run.step > 0 {
+        run.save()?;
+    }
+    Ok(error)
+}
+
 /// Saves a run that is asked to stop, and returns the error that says so. Before its first step there
 /// is nothing to save.
 fn stop(run: &mut Run<'_>) -> Result<RunError, RunError> {
-    if run.step > 0 {
-        run.save()?;
-    }
+    run.save_and_wait()?;
     Ok(RunError::Stopped {
         step: run.step,
         path: run.out.to_owned(),
@@ -377,9 +479,7 @@ fn stopping(found: &[Anomaly]) -> Option<&Anomaly> {
 
 /// Saves a run that ends at a step which looks wrong, and returns the error that says so.
 fn end(run: &mut Run<'_>, step: usize, anomaly: &Anomaly) -> Result<RunError, RunError> {
-    if run.step > 0 {
-        run.save()?;
-    }
+    run.save_and_wait()?;
     Ok(RunError::Anomaly {
         step,
         message: anomaly.message.clone(),

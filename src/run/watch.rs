@@ -206,6 +206,7 @@ impl WatchState {
         let kind = match error {
             TrainerError::GradientNotFinite { .. } => Kind::NotFinite,
             TrainerError::SamplerDrift { .. } => Kind::Drift,
+            TrainerError::RatioTooLarge { .. } => Kind::Ratio,
             _ => return None,
         };
         let anomaly = self.anomaly(config, kind, &format!("the update was left out: {error}"));

@@ -125,9 +125,16 @@ impl Workbench {
         self.use_tools
     }
 
-    /// Returns `samples` fresh episodes of `task`; `seed` makes their programs' randomness.
+    /// Returns `samples` fresh episodes of `task`, which was met `visit` times before in the collection;
+    /// `seed` makes their programs' randomness.
     #[must_use]
-    pub fn group(&self, task: &Task, samples: usize, seed: CollectionSeed<'_>) -> GroupRequest {
+    pub fn group(
+        &self,
+        task: &Task,
+        samples: usize,
+        seed: CollectionSeed<'_>,
+        visit: u64,
+    ) -> GroupRequest {
         let task = Arc::new(task.clone());
         let config = match task.submission_kind() {
             SubmissionKind::Code => &self.environment,
@@ -149,6 +156,7 @@ impl Workbench {
             .collect();
         GroupRequest {
             task_id: task.id.clone(),
+            visit,
             environments,
         }
     }

@@ -96,7 +96,7 @@ pub fn save_checkpoint(
     })?;
     fs::write(path.join(STATE), text).map_err(|source| io_error(path, source))?;
     flush(path)?;
-    let target = folder.join(format!("step-{}", state.step));
+    let target = checkpoint_path(run, state.step);
     if target.exists() {
         fs::remove_dir_all(&target).map_err(|source| io_error(&target, source))?;
     }
@@ -134,7 +134,7 @@ pub fn remove_partial_checkpoints(run: &Path) -> Result<(), TrainerError> {
 pub fn prune_checkpoints(run: &Path, keep: usize) -> Result<(), TrainerError> {
     let steps = checkpoint_steps(run)?;
     for step in &steps[..steps.len().saturating_sub(keep)] {
-        let path = run.join(FOLDER).join(format!("step-{step}"));
+        let path = checkpoint_path(run, *step);
         fs::remove_dir_all(&path).map_err(|source| io_error(&path, source))?;
     }
     Ok(())
@@ -179,6 +179,12 @@ pub fn checkpoint_steps(run: &Path) -> Result<Vec<usize>, TrainerError> {
     Ok(steps)
 }
 
+/// Returns the folder of a run's checkpoint after `step` steps.
+#[must_use]
+pub fn checkpoint_path(run: &Path, step: usize) -> PathBuf {
+    run.join(FOLDER).join(format!("step-{step}"))
+}
+
 /// Returns the folder of the run's latest checkpoint, if it has one.
 ///
 /// # Errors
@@ -186,7 +192,7 @@ pub fn checkpoint_steps(run: &Path) -> Result<Vec<usize>, TrainerError> {
 /// Fails if the folder cannot be listed.
 pub fn latest_checkpoint(run: &Path) -> Result<Option<PathBuf>, TrainerError> {
     let step = checkpoint_steps(run)?.pop();
-    Ok(step.map(|step| run.join(FOLDER).join(format!("step-{step}"))))
+    Ok(step.map(|step| checkpoint_path(run, step)))
 }
 
 /// Sets the decoder's variables, the optimizer's moments and the value head, if there is one, from a checkpoint folder.

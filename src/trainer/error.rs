@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::collective::CollectiveError;
 use crate::engine::model::ModelError;
 
 /// A fault in training data, in a checkpoint or in the arithmetic.
@@ -65,6 +66,19 @@ pub enum TrainerError {
         limit: f64,
     },
 
+    /// A token became much likelier within the step; the weights are as before it.
+    #[error(
+        "a token became {found:.3e} times as likely, more than {limit}: weights are left as they were \
+         before the step; lower `trainer.num_iterations` or `trainer.learning_rate`, or raise \
+         `watch.max_ratio`"
+    )]
+    RatioTooLarge {
+        /// The largest ratio.
+        found: f64,
+        /// The largest that is accepted.
+        limit: f64,
+    },
+
     // === Checkpoints ===
     /// A file of a checkpoint could not be read or written.
     #[error("failed to access `{path}`")]
@@ -92,6 +106,11 @@ pub enum TrainerError {
         /// What differs.
         reason: String,
     },
+
+    // === Other processes ===
+    /// The processes that train together cannot go on.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
 
     // === The model ===
     /// The model refused.

@@ -29,8 +29,8 @@ pub use budget::{
     plan, trained_numbers,
 };
 pub use checkpoint::{
-    TrainState, checkpoint_steps, latest_checkpoint, load_checkpoint, prune_checkpoints,
-    remove_partial_checkpoints, save_checkpoint,
+    TrainState, checkpoint_path, checkpoint_steps, latest_checkpoint, load_checkpoint,
+    prune_checkpoints, remove_partial_checkpoints, save_checkpoint,
 };
 pub use credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
 pub use error::TrainerError;

@@ -115,7 +115,7 @@ enum Moments {
 }
 
 /// The optimizer: one pair of moments for each variable of a decoder.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct AdamW {
     config: AdamWConfig,
     names: Vec<String>,

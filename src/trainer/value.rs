@@ -170,6 +170,28 @@ impl ValueHead {
         Ok(())
     }
 
+    /// Takes out the gradient and the sums since the last step, which start at 0 again.
+    pub(super) fn take_part(&mut self) -> (Vec<f64>, ValueSums) {
+        let zeros = vec![0.0; self.gradient.len()];
+        let gradient = std::mem::replace(&mut self.gradient, zeros);
+        (gradient, std::mem::take(&mut self.sums))
+    }
+
+    /// Adds a gradient and sums that were taken out, of this head or of another process's.
+    pub(super) fn add_part(&mut self, gradient: &[f64], sums: ValueSums) {
+        for (sum, part) in self.gradient.iter_mut().zip(gradient) {
+            *sum += part;
+        }
+        self.sums.loss += sums.loss;
+        self.sums.tokens += sums.tokens;
+        self.sums.clipped += sums.clipped;
+    }
+
+    /// Returns the norm of the gradient since the last step.
+    pub(super) fn grad_norm(&self) -> f64 {
+        self.gradient.iter().map(|g| g * g).sum::<f64>().sqrt()
+    }
+
     /// Updates the head from its gradient, which starts at 0 again, at `scale` times its step size.
     /// Returns the gradient's norm and the sums since the last step.
     ///

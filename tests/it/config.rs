@@ -249,8 +249,8 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`trainer.gae_lambda` is `1.5`; make it from 0 to 1"
 )]
 #[case(
-    "watch.ratio=skip",
-    "`watch.ratio` is `skip`; make it `warn` or `stop`"
+    "trainer.max_processes=9",
+    "`trainer.max_processes` is `9`; make it from 1 to `rollout.groups_per_step` (8)"
 )]
 #[case(
     "watch.collapse=skip",

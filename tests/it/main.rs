@@ -7,6 +7,7 @@ mod engine;
 mod golden;
 mod grader;
 mod layering;
+mod parallel;
 mod proxy;
 mod reward_attacks;
 mod run;

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use tower::ServiceExt as _;
 
 use wardian::chat::ToolCallFormat;
+use wardian::collective::Solo;
 use wardian::config::RunConfig;
 use wardian::engine::{Engine, EngineConfig, EngineHandle};
 use wardian::openai::ServedModel;
@@ -145,7 +146,9 @@ async fn a_step_on_captured_rows_moves_the_policy() {
         iterations: 1,
         recompute_old: false,
         max_kl_sample_train: 1.0,
+        max_ratio: f64::INFINITY,
         mask_truncated: false,
+        parts: 1,
     };
     let optimizer = AdamW::new(&policy.decoder, AdamWConfig::default()).expect("an optimizer");
     let schedule = LrSchedule {
@@ -160,14 +163,18 @@ async fn a_step_on_captured_rows_moves_the_policy() {
         trajectories: rows,
     }];
     let before = variables(&policy);
-    let first = trainer.step(&policy.decoder, &group).expect("a step");
+    let first = trainer
+        .step(&policy.decoder, &group, &Solo)
+        .expect("a step");
     // What the trainer computes for the captured ids is what the engine sampled them with: an id
     // that is another one, or in another place, would differ by nats.
     assert!(first.logprob_difference_max < 1e-3, "{first:?}");
     assert!(first.grad_norm > 0.0, "{first:?}");
     assert!(largest_change(&before, &variables(&policy)) > 1e-5);
     // The same rows again: the good ones are likelier now, the others less.
-    let second = trainer.step(&policy.decoder, &group).expect("a step");
+    let second = trainer
+        .step(&policy.decoder, &group, &Solo)
+        .expect("a step");
     assert!(second.logprob_difference_max > 1e-3, "{second:?}");
     assert!(second.loss < first.loss - 1e-4, "{first:?} then {second:?}");
 }

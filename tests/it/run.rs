@@ -196,6 +196,7 @@ fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
         "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
         "--set", "trainer.mode=lora", "--set", "trainer.lora_rank=4",
         "--set", "trainer.dynamic_sampling=true", "--set", "trainer.lr_schedule=cosine",
+        "--set", "task.curriculum=pass_rate",
     ],
     "adapter_model.safetensors"
 )]

@@ -11,6 +11,7 @@ use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted};
+use crate::collective::Solo;
 use crate::run::{RunEvent, evaluate, evaluation_tasks, new_engine};
 
 /// Arguments of `wardian eval`.
@@ -70,6 +71,7 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
         &tasks,
         // A signal ends it as it ends most programs: nothing is lost.
         &AtomicBool::new(false),
+        &Solo,
         &mut observe,
     )
     .map_err(Failure::from)?;

@@ -176,13 +176,23 @@ pub(super) fn load(
     sandboxes: Sandboxes,
     is_trained: bool,
 ) -> Result<Loaded, Failure> {
+    load_on(resolved, sandboxes, is_trained, 0)
+}
+
+/// Does what [`load`] does, on GPU number `gpu` where that is on a GPU.
+pub(super) fn load_on(
+    resolved: Resolved,
+    sandboxes: Sandboxes,
+    is_trained: bool,
+    gpu: usize,
+) -> Result<Loaded, Failure> {
     let config = resolved.config;
     let weights = if is_trained {
         trainable(&config)
     } else {
         Trainable::Frozen
     };
-    let policy = Policy::load(&config, &weights).map_err(Failure::from)?;
+    let policy = Policy::load_on(&config, &weights, gpu).map_err(Failure::from)?;
     let workbench = workbench(&config, &policy, sandboxes)?;
     Ok(Loaded {
         config,

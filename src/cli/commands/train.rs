@@ -1,6 +1,8 @@
 //! `wardian train`: GRPO on sandboxed Python tasks.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use clap::Args;
@@ -12,7 +14,8 @@ use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted, human_duration};
-use crate::config::TrainMode;
+use crate::collective::{Collective, Launch, Solo, TcpCollective, Timeouts};
+use crate::config::{RunConfig, TrainMode};
 use crate::report::write_report;
 use crate::run::{Measured, RunError, RunEvent, Summary, TrainOptions, train};
 
@@ -63,13 +66,35 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         None => setup::default_run_folder(&resolved),
     };
     let name = resolved.name.clone();
-    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
+    let signalled = setup::stop_on_signals().map_err(Failure::internal)?;
+    let launch = Launch::from_env().map_err(RunError::from)?;
+    let joined = launch
+        .as_ref()
+        .map(|launch| join(launch, &resolved.config, &signalled, printer))
+        .transpose()?;
+    // The others are told by the root.
+    let printer = &match &launch {
+        Some(launch) if launch.rank > 0 => Printer::new(true),
+        _ => printer.clone(),
+    };
+    let stop = (joined.as_ref()).map_or(signalled, TcpCollective::stop);
+    let gpu = launch.as_ref().map_or(0, |launch| launch.local_rank);
+    let loaded = load_sandboxes(&resolved.config.sandbox, printer)
+        .and_then(|sandboxes| setup::load_on(resolved, sandboxes, true, gpu));
     let Loaded {
         config,
         policy,
         workbench,
         scratch: _scratch,
-    } = setup::load(resolved, sandboxes, true)?;
+    } = loaded.inspect_err(|failure| {
+        if let Some(joined) = &joined {
+            joined.abort(&failure.reason());
+        }
+    })?;
+    let ranks: Box<dyn Collective> = match joined {
+        Some(joined) => with_devices(joined, policy.decoder.device())?,
+        None => Box::new(Solo),
+    };
     printer.note(&format!(
         "Training {name} ({:.2} M parameters), {}",
         policy.decoder.parameter_count() as f64 / 1e6,
@@ -82,7 +107,9 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let mut training = Progress::new(printer, "step", steps);
     let mut measuring: Option<Progress<'_>> = None;
     let started = Instant::now();
+    let is_root = ranks.is_root();
     let mut observe = |event: RunEvent<'_>| match event {
+        _ if !is_root => {}
         RunEvent::Evaluating { done, total } => measuring
             .get_or_insert_with(|| Progress::new(printer, "measuring", total))
             .update(done, ""),
@@ -120,21 +147,26 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         }
         _ => {}
     };
-    let stop = setup::stop_on_signals().map_err(Failure::internal)?;
     let options = TrainOptions {
         out: &out,
         resume: args.resume.is_some(),
         stop: &stop,
+        ranks: &*ranks,
     };
     let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
         Err(error @ RunError::Stopped { .. }) => {
             training.finish();
-            printer.notice(&capitalized(&error.to_string()));
+            if is_root {
+                printer.notice(&capitalized(&error.to_string()));
+            }
             return Ok(ExitStatus::Stopped);
         }
         summary => summary.map_err(Failure::from)?,
     };
     training.finish();
+    if !is_root {
+        return Ok(ExitStatus::Success);
+    }
     if let Err(error) = write_report(&out) {
         // The run is done and saved; its page can be made again.
         printer.warning(&format!("no report was written: {error}"));
@@ -146,6 +178,50 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         printer.note(&describe(&summary, &took, &out.display().to_string()));
     }
     Ok(ExitStatus::Success)
+}
+
+/// Joins the other processes of a launch.
+fn join(
+    launch: &Launch,
+    config: &RunConfig,
+    signalled: &Arc<AtomicBool>,
+    printer: &Printer,
+) -> Result<TcpCollective, Failure> {
+    let (found, limit) = (launch.world_size, config.trainer.max_processes);
+    if found > limit {
+        return Err(Failure::from(RunError::TooManyProcesses { found, limit }));
+    }
+    if launch.rank == 0 {
+        printer.note(&format!("Waiting for {found} processes to join"));
+    }
+    let run_toml = config.to_toml().map_err(RunError::from)?;
+    let timeouts = Timeouts::default();
+    let joined = TcpCollective::join(launch, &run_toml, timeouts, Arc::clone(signalled));
+    Ok(joined.map_err(RunError::from)?)
+}
+
+/// Lets processes with a GPU each sum on them.
+#[cfg(feature = "nccl")]
+fn with_devices(
+    joined: TcpCollective,
+    device: &candle_core::Device,
+) -> Result<Box<dyn Collective>, Failure> {
+    use crate::collective::NcclCollective;
+    if !device.is_cuda() {
+        return Ok(Box::new(joined));
+    }
+    let joined = NcclCollective::new(joined, device).map_err(RunError::from)?;
+    Ok(Box::new(joined))
+}
+
+/// Lets processes sum in host memory: NCCL is not built in.
+#[cfg(not(feature = "nccl"))]
+#[expect(clippy::unnecessary_wraps, reason = "with NCCL it can fail")]
+fn with_devices(
+    joined: TcpCollective,
+    _device: &candle_core::Device,
+) -> Result<Box<dyn Collective>, Failure> {
+    Ok(Box::new(joined))
 }
 
 fn capitalized(text: &str) -> String {

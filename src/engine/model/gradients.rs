@@ -149,6 +149,120 @@ impl Gradients {
     }
 }
 
+/// All numbers of a gradient, variable after variable.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FlatGradient {
+    /// In single precision.
+    F32(Vec<f32>),
+    /// In double precision.
+    F64(Vec<f64>),
+}
+
+impl Gradients {
+    /// Returns all sums in one piece, in host memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the tensor library does.
+    pub fn into_flat(self) -> Result<FlatGradient, ModelError> {
+        let count = self.variables.iter().map(|(_, shape)| shape.elem_count());
+        let count = count.sum();
+        Ok(match self.sums {
+            Sums::F32(sums) => FlatGradient::F32(joined(sums, count)),
+            Sums::F64(sums) => FlatGradient::F64(joined(sums, count)),
+            Sums::Tensors { .. } => {
+                let mut flat = Vec::with_capacity(count);
+                for index in 0..self.len() {
+                    let tensor = self.tensor(index)?.to_dtype(DType::F32)?.flatten_all()?;
+                    flat.extend(tensor.to_vec1::<f32>()?);
+                }
+                FlatGradient::F32(flat)
+            }
+        })
+    }
+
+    /// Sets all sums to what [`Gradients::into_flat`] returned for gradients of the same decoder.
+    ///
+    /// # Errors
+    ///
+    /// Fails if they are of another kind or number, or if the tensor library does.
+    pub fn set_flat(&mut self, flat: &FlatGradient) -> Result<(), ModelError> {
+        let expected = self.variables.iter().map(|(_, shape)| shape.elem_count());
+        let (expected, found) = (
+            expected.sum(),
+            match flat {
+                FlatGradient::F32(numbers) => numbers.len(),
+                FlatGradient::F64(numbers) => numbers.len(),
+            },
+        );
+        let wrong = |what| ModelError::Mismatch {
+            what,
+            found,
+            expected,
+        };
+        if found != expected {
+            return Err(wrong("numbers of a gradient"));
+        }
+        match (&mut self.sums, flat) {
+            (Sums::F32(sums), FlatGradient::F32(numbers)) => set(sums, numbers),
+            (Sums::F64(sums), FlatGradient::F64(numbers)) => set(sums, numbers),
+            (Sums::Tensors { sums, device }, FlatGradient::F32(numbers)) => {
+                let mut rest = numbers.as_slice();
+                for (sum, (_, shape)) in sums.iter_mut().zip(self.variables.iter()) {
+                    let (values, behind) = rest.split_at(shape.elem_count());
+                    *sum = Some(Tensor::from_slice(values, shape, device)?);
+                    rest = behind;
+                }
+            }
+            _ => return Err(wrong("numbers of a gradient in another precision")),
+        }
+        Ok(())
+    }
+
+    /// Gives each sum that is kept as a tensor, contiguous and in `f32`, to `change`, which may change it
+    /// in place.
+    ///
+    /// # Errors
+    ///
+    /// Fails where `change` does, if sums are not kept as tensors, or if the tensor library fails.
+    pub fn for_each_tensor<E: From<ModelError>>(
+        &mut self,
+        change: impl Fn(&Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for index in 0..self.len() {
+            let tensor = self.tensor(index)?;
+            let tensor = tensor.to_dtype(DType::F32).and_then(|sum| sum.contiguous());
+            let tensor = tensor.map_err(ModelError::from)?;
+            change(&tensor)?;
+            let Sums::Tensors { sums, .. } = &mut self.sums else {
+                return Err(E::from(ModelError::Mismatch {
+                    what: "gradients kept as tensors",
+                    found: 0,
+                    expected: 1,
+                }));
+            };
+            sums[index] = Some(tensor);
+        }
+        Ok(())
+    }
+}
+
+fn joined<T>(sums: Vec<Vec<T>>, count: usize) -> Vec<T> {
+    let mut flat = Vec::with_capacity(count);
+    // One after the other, each is freed as soon as it is copied.
+    sums.into_iter().for_each(|sum| flat.extend(sum));
+    flat
+}
+
+fn set<T: Copy>(sums: &mut [Vec<T>], numbers: &[T]) {
+    let mut rest = numbers;
+    for sum in sums {
+        let (values, behind) = rest.split_at(sum.len());
+        sum.copy_from_slice(values);
+        rest = behind;
+    }
+}
+
 fn sum_of_squares<T: Real>(values: &[T]) -> f64 {
     let partial: Vec<f64> = values
         .par_chunks(NORM_CHUNK)

@@ -47,7 +47,7 @@ pub use config::{ModelConfig, ModelType};
 pub use decoder::{Adapters, Decoder, Tape, Trainable};
 pub use error::ModelError;
 pub(crate) use gradients::GradientReal;
-pub use gradients::Gradients;
+pub use gradients::{FlatGradient, Gradients};
 pub(crate) use linear::is_redundant;
 pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig};
 pub use ops::WeightFormat;

@@ -62,6 +62,10 @@ pub struct PlanRequest {
     pub longest: usize,
     /// Tokens whose keys and values are held while episodes are sampled.
     pub cache_tokens: usize,
+    /// Parts that a step is learned from in.
+    pub parts: usize,
+    /// Passes over the episodes of a step.
+    pub iterations: usize,
 }
 
 /// Bytes by purpose.
@@ -75,7 +79,8 @@ pub struct MemoryPlan {
     pub optimizer: u64,
     /// The value head and its moments, and the hidden states that it reads at a time.
     pub critic: u64,
-    /// Sums of the gradients: while training only.
+    /// Sums of the gradients, and what a step of several passes goes back to if one is refused: while
+    /// training only.
     pub gradients: u64,
     /// What a micro-batch's forward pass keeps: while training only.
     pub activations: u64,
@@ -185,7 +190,9 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         } else {
             0
         },
-        gradients: 4 * trained,
+        gradients: 4
+            * trained
+            * (gradient_sums(request) + if request.iterations > 1 { 3 } else { 0 }),
         activations: tokens * number * (layers * sizes.hidden * u64::from(recompute))
             + tokens * number * per_layer * kept_layers,
         workspace: tokens * graph * (per_layer * again + gradients_of_layer) + scores,
@@ -293,6 +300,15 @@ fn adapter_shapes(
                 _ => None,
             }
         })
+}
+
+/// Returns how many gradients are held at a time: one, or with several parts those that wait for their
+/// other half in a tree, the one that is made, and its copy.
+fn gradient_sums(request: &PlanRequest) -> u64 {
+    match request.parts {
+        0 | 1 => 1,
+        parts => 2 + u64::from(parts.next_power_of_two().trailing_zeros()),
+    }
 }
 
 /// Returns the bytes of a value head over hidden states of this width.

@@ -46,6 +46,8 @@ fn lora_on_gpu() -> PlanRequest {
         micro_batch_tokens: 4096,
         longest: 4096,
         cache_tokens: 65_536,
+        parts: 1,
+        iterations: 1,
     }
 }
 
@@ -157,6 +159,16 @@ fn full_training_holds_four_numbers_more_for_each_weight() {
     let plan = plan(&model, &full);
     assert_eq!(plan.optimizer + plan.gradients, 12 * trained);
     assert_eq!(plan.adapter, 0);
+    // What waits for its other half, and the way back to where a step began.
+    let of = |parts, iterations| {
+        let full = PlanRequest {
+            parts,
+            iterations,
+            ..full.clone()
+        };
+        super::plan(&model, &full).gradients / (4 * trained)
+    };
+    assert_eq!([of(1, 1), of(2, 1), of(8, 1), of(1, 2)], [1, 3, 5, 4]);
 }
 
 #[test]

@@ -1,7 +1,12 @@
 //! One GRPO step: rewards to advantages, episodes to gradients, gradients to weights.
 
+mod before;
+mod parts;
+
 use serde::{Deserialize, Serialize};
 
+use self::before::BeforeStep;
+use self::parts::{Parts, divide};
 use super::TrainerError;
 use super::advantage::{
     AdvantageConfig, Advantages, GroupMember, decoupled_advantages, group_advantages,
@@ -13,6 +18,7 @@ use super::loss::{LossConfig, LossMetrics, Surrogate};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
 use super::shaping::OverlongPenalty;
 use super::value::ValueHead;
+use crate::collective::Collective;
 use crate::engine::model::{Adapters, Decoder};
 use crate::rollout::RolloutGroup;
 use crate::trajectory::Trajectory;
@@ -46,8 +52,14 @@ pub struct GrpoConfig {
     /// The largest mean of `sampled - logp` in a first pass that is taken for the arithmetic's; above
     /// it the step is refused.
     pub max_kl_sample_train: f64,
+    /// The largest ratio of a token's probability to that before the step; above it a pass, and the step
+    /// with it, is refused.
+    pub max_ratio: f64,
     /// Whether episodes that a limit cut off leave the loss.
     pub mask_truncated: bool,
+    /// Parts that a step is learned from in, each by itself: the most processes that can share it. The
+    /// numbers do not depend on how many do.
+    pub parts: usize,
 }
 
 /// How tokens are credited one by one. What the reward loses by diverging from the reference it then
@@ -195,28 +207,36 @@ impl GrpoTrainer {
         &self.optimizer
     }
 
-    /// Updates `decoder` in place from the groups of one step.
+    /// Updates `decoder` in place from the groups of one step, together with the processes that have the
+    /// same weights and are given the same groups.
     ///
     /// Episodes without a reward leave the statistics and the loss. Episodes with advantage 0 have
     /// gradient 0 and are not run, but count in the loss's denominator.
     ///
     /// # Errors
     ///
-    /// Fails where the model refuses a sequence or the gradient is not finite; that pass then leaves
-    /// the weights as they were.
+    /// Fails where the model refuses a sequence, where a gradient is not finite, where probabilities are
+    /// further than is accepted from those sampled with or before the step, and where another process
+    /// is lost; weights and moments are then as before the step.
     pub fn step(
         &mut self,
         decoder: &Decoder,
         groups: &[RolloutGroup],
+        ranks: &dyn Collective,
     ) -> Result<StepMetrics, TrainerError> {
+        let parts = Parts {
+            ranks,
+            count: self.config.parts,
+        };
         let episodes: Vec<(usize, &Trajectory)> = groups
             .iter()
             .enumerate()
             .flat_map(|(group, rollout)| rollout.trajectories.iter().map(move |t| (group, t)))
             .collect();
         let mut sequences = sequences(&episodes);
+        let group_of: Vec<usize> = episodes.iter().map(|(group, _)| *group).collect();
         if self.needs_reference() {
-            self.score_references(decoder, &mut sequences)?;
+            self.score_references(decoder, &mut sequences, &group_of, parts)?;
         }
         let advantages = self.advantages(&episodes, &sequences)?;
         // Not before: what an answer diverges by counts in its reward, in the loss or not.
@@ -225,42 +245,56 @@ impl GrpoTrainer {
                 sequence.loss_mask.fill(false);
             }
         }
-        let mut values = self.credit(decoder, &episodes, &mut sequences)?;
-        let sequences = sequences
-            .into_iter()
+        let mut values = self.credit(decoder, &episodes, &mut sequences, &group_of, parts)?;
+        let sequences = (sequences.into_iter().zip(group_of))
             .zip(&advantages.values)
-            .filter_map(|(sequence, advantage)| {
+            .filter_map(|((sequence, group), advantage)| {
                 let advantage = (*advantage)?;
-                Some(TrainSequence {
+                let sequence = TrainSequence {
                     advantage,
                     ..sequence
-                })
+                };
+                Some((sequence, group))
             })
             .collect();
-        let micro_batches = self.micro_batches(decoder, sequences)?;
+        let batches = self.batches(decoder, sequences, parts)?;
         let learning_rate = self.schedule.rate(self.step);
+        // A single pass that is refused has changed nothing.
+        let before = (self.config.iterations > 1)
+            .then(|| BeforeStep::remember(decoder, &self.optimizer, self.critic.as_ref()))
+            .transpose()?;
         let mut first = None;
         let mut ratio_max = f64::NEG_INFINITY;
         for _ in 0..self.config.iterations {
             let is_first = first.is_none();
-            let (metrics, update, value) =
-                self.pass(decoder, &micro_batches, learning_rate, is_first)?;
-            if is_first && let (Some(values), Some(value)) = (&mut values, value) {
+            let pass = match self.pass(decoder, &batches, parts, learning_rate, is_first) {
+                Ok(pass) => pass,
+                Err(error) => {
+                    if let Some(before) = before {
+                        (self.optimizer, self.critic) = before.restore(decoder)?;
+                    }
+                    if let Some(critic) = &mut self.critic {
+                        critic.clear();
+                    }
+                    return Err(error);
+                }
+            };
+            if is_first && let (Some(values), Some(value)) = (&mut values, pass.value) {
                 (values.loss, values.clipped) = (value.loss, value.clipped);
                 values.grad_norm = value.grad_norm;
             }
-            ratio_max = ratio_max.max(metrics.ratio_range().1);
-            first.get_or_insert((metrics, update));
+            ratio_max = ratio_max.max(pass.metrics.ratio_range().1);
+            first.get_or_insert(pass);
         }
         self.step += 1;
-        let (loss, update) = first.ok_or_else(|| TrainerError::InvalidConfig {
+        let first = first.ok_or_else(|| TrainerError::InvalidConfig {
             field: "num_iterations",
             reason: "0 passes teach nothing".to_owned(),
         })?;
         Ok(StepMetrics {
             ratio_max,
             value: values,
-            ..step_metrics(&advantages, &loss, update, learning_rate)
+            ..step_metrics(&advantages, &first.metrics, first.update, learning_rate)
         })
     }
 
@@ -302,15 +336,20 @@ impl GrpoTrainer {
         &self,
         decoder: &Decoder,
         sequences: &mut [TrainSequence],
+        group_of: &[usize],
+        parts: Parts<'_>,
     ) -> Result<(), TrainerError> {
         let config = &self.config;
-        let totals = config.loss.totals([]);
-        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
-            let temperature = config.pass.temperature;
-            let scores = score_micro_batch(decoder, &micro, Adapters::Off, temperature)?;
-            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
-                let sequence = &mut sequences[index];
-                sequence.reference = Some(spread(&scores.logprobs[targets], &sequence.loss_mask));
+        let temperature = config.pass.temperature;
+        let logprobs = parts.score(
+            "scoring the reference",
+            (sequences, group_of),
+            (config.micro_batch_tokens, &config.loss),
+            |micro| Ok(score_micro_batch(decoder, micro, Adapters::Off, temperature)?.logprobs),
+        )?;
+        for (sequence, logprobs) in sequences.iter_mut().zip(logprobs) {
+            if !logprobs.is_empty() {
+                sequence.reference = Some(spread(&logprobs, &sequence.loss_mask));
             }
         }
         Ok(())
@@ -323,12 +362,14 @@ impl GrpoTrainer {
         decoder: &Decoder,
         episodes: &[(usize, &Trajectory)],
         sequences: &mut [TrainSequence],
+        group_of: &[usize],
+        parts: Parts<'_>,
     ) -> Result<Option<ValueMetrics>, TrainerError> {
         let Some(level) = self.config.token_level else {
             return Ok(None);
         };
         if let TokenLevel::Gae(_) = level {
-            self.score_values(decoder, sequences)?;
+            self.score_values(decoder, sequences, group_of, parts)?;
         }
         for ((_, trajectory), sequence) in episodes.iter().zip(sequences.iter_mut()) {
             let mask = &sequence.loss_mask;
@@ -381,6 +422,8 @@ impl GrpoTrainer {
         &self,
         decoder: &Decoder,
         sequences: &mut [TrainSequence],
+        group_of: &[usize],
+        parts: Parts<'_>,
     ) -> Result<(), TrainerError> {
         let config = &self.config;
         let Some(critic) = &self.critic else {
@@ -389,14 +432,16 @@ impl GrpoTrainer {
                 reason: "values need a value head".to_owned(),
             });
         };
-        let totals = config.loss.totals([]);
-        for micro in pack(sequences, config.micro_batch_tokens, &config.loss, totals)? {
-            let hidden = decoder.hidden(&micro.batch, Adapters::On)?;
-            let values = critic.values(&hidden, &micro)?;
-            for (targets, &index) in micro.ranges().zip(&micro.sequences) {
-                let sequence = &mut sequences[index];
+        let values = parts.score(
+            "scoring values",
+            (sequences, group_of),
+            (config.micro_batch_tokens, &config.loss),
+            |micro| critic.values(&decoder.hidden(&micro.batch, Adapters::On)?, micro),
+        )?;
+        for (sequence, values) in sequences.iter_mut().zip(values) {
+            if !values.is_empty() {
                 sequence.credit = Some(TokenCredit {
-                    values: spread(&values[targets], &sequence.loss_mask),
+                    values: spread(&values, &sequence.loss_mask),
                     ..TokenCredit::default()
                 });
             }
@@ -457,67 +502,87 @@ impl GrpoTrainer {
         decoupled_advantages(&members, &parts, config.advantage)
     }
 
-    /// Packs the sequences that learn, and scores them if the ratio is to compare with what the
-    /// trainer computes.
-    fn micro_batches(
+    /// Packs this process's share of the sequences that learn, given with their groups, and scores them
+    /// if the ratio is to compare with what the trainer computes.
+    fn batches(
         &self,
         decoder: &Decoder,
-        mut sequences: Vec<TrainSequence>,
-    ) -> Result<Vec<MicroBatch>, TrainerError> {
+        mut sequences: Vec<(TrainSequence, usize)>,
+        parts: Parts<'_>,
+    ) -> Result<Batches, TrainerError> {
         let config = &self.config;
-        let totals = config
-            .loss
-            .totals(sequences.iter().map(TrainSequence::trainable_tokens));
+        let tokens = sequences
+            .iter()
+            .map(|(sequence, _)| sequence.trainable_tokens());
+        let totals = config.loss.totals(tokens);
         // Without a term of its own besides the policy's, an advantage of 0 is a gradient of 0.
         let has_other_terms = config.loss.kl_coef > 0.0
             || config.loss.entropy_coef != 0.0
             || matches!(config.loss.surrogate, Surrogate::Dppo { kl, .. } if kl > 0.0);
-        sequences.retain(|sequence| {
+        sequences.retain(|(sequence, _)| {
             sequence.credit.is_some() || sequence.advantage != 0.0 || has_other_terms
         });
+        let (mut sequences, groups): (Vec<_>, Vec<_>) = sequences.into_iter().unzip();
         if config.loss.kl_coef == 0.0 {
             for sequence in &mut sequences {
                 sequence.reference = None;
             }
         }
-        let mut micro_batches = pack(&sequences, config.micro_batch_tokens, &config.loss, totals)?;
-        if config.recompute_old {
-            for micro in &mut micro_batches {
-                let temperature = config.pass.temperature;
-                micro.old = score_micro_batch(decoder, micro, Adapters::On, temperature)?.logprobs;
+        let stretches = divide(&sequences, &groups, parts.count);
+        let mut own = Vec::new();
+        for part in parts.own() {
+            let sequences = &sequences[stretches[part].clone()];
+            let budget = config.micro_batch_tokens;
+            let mut micro_batches = pack(sequences, budget, &config.loss, totals)?;
+            if config.recompute_old {
+                for micro in &mut micro_batches {
+                    let temperature = config.pass.temperature;
+                    let scores = score_micro_batch(decoder, micro, Adapters::On, temperature)?;
+                    micro.old = scores.logprobs;
+                }
             }
+            own.push(micro_batches);
         }
-        Ok(micro_batches)
+        Ok(Batches {
+            own,
+            targets: sequences.iter().map(TrainSequence::trainable_tokens).sum(),
+        })
     }
 
-    /// One pass over the micro-batches and one update.
+    /// One pass over the micro-batches and one update; refused, it changes nothing but the value head's
+    /// gradient.
     fn pass(
         &mut self,
         decoder: &Decoder,
-        micro_batches: &[MicroBatch],
+        batches: &Batches,
+        parts: Parts<'_>,
         learning_rate: f64,
         is_first: bool,
-    ) -> Result<(LossMetrics, UpdateStatistics, Option<ValueMetrics>), TrainerError> {
+    ) -> Result<Pass, TrainerError> {
         let config = &self.config;
-        let tokens: usize = micro_batches.iter().map(|micro| micro.targets.len()).sum();
-        let token_weight = 1.0 / tokens.max(1) as f64;
-        let mut gradients = decoder.zero_gradients();
-        let mut metrics = LossMetrics::default();
-        for micro in micro_batches {
-            let critic = self.critic.as_mut().map(|critic| (critic, token_weight));
-            metrics.merge(&accumulate_actor_critic_gradient(
-                decoder,
-                micro,
-                &config.loss,
-                config.pass,
-                &mut gradients,
-                critic,
-            )?);
-        }
+        let value_weight = 1.0 / batches.targets.max(1) as f64;
+        let (gradients, metrics) = parts.gradient(
+            decoder,
+            &batches.own,
+            self.critic.as_mut(),
+            |micro, gradients, critic| {
+                let critic = critic.map(|critic| (critic, value_weight));
+                let (loss, pass) = (&config.loss, config.pass);
+                accumulate_actor_critic_gradient(decoder, micro, loss, pass, gradients, critic)
+            },
+        )?;
         // Later passes are off-policy on purpose.
         let (found, limit) = (metrics.kl_sample_train().abs(), config.max_kl_sample_train);
         if is_first && found > limit {
             return Err(TrainerError::SamplerDrift { found, limit });
+        }
+        let (found, limit) = (metrics.ratio_range().1, config.max_ratio);
+        if found > limit {
+            return Err(TrainerError::RatioTooLarge { found, limit });
+        }
+        let of_head = self.critic.as_ref().map_or(0.0, ValueHead::grad_norm);
+        if !of_head.is_finite() {
+            return Err(TrainerError::GradientNotFinite { norm: of_head });
         }
         let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
         // The head's step size moves with the policy's.
@@ -534,8 +599,29 @@ impl GrpoTrainer {
             }
             None => None,
         };
-        Ok((metrics, update, value))
+        Ok(Pass {
+            metrics,
+            update,
+            value,
+        })
     }
+}
+
+/// What the passes of a step go over.
+#[derive(Debug)]
+struct Batches {
+    /// The micro-batches of each of this process's parts.
+    own: Vec<Vec<MicroBatch>>,
+    /// Targets of all parts.
+    targets: usize,
+}
+
+/// What one pass did.
+#[derive(Debug)]
+struct Pass {
+    metrics: LossMetrics,
+    update: UpdateStatistics,
+    value: Option<ValueMetrics>,
 }
 
 /// Returns the sequences of the episodes, without advantages; those without a reward keep their place

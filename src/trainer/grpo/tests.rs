@@ -2,6 +2,7 @@ use candle_core::{DType, Device};
 use indexmap::IndexMap;
 
 use super::*;
+use crate::collective::Solo;
 use crate::engine::model::tests_support::toy;
 use crate::engine::model::{LoraConfig, ModelType, Trainable, random_weights};
 use crate::trajectory::{Status, TokenTrace, Usage};
@@ -83,6 +84,11 @@ fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
     (GrpoTrainer::new(config, schedule, optimizer), decoder)
 }
 
+const ALONE: Parts<'static> = Parts {
+    ranks: &Solo,
+    count: 1,
+};
+
 fn config() -> GrpoConfig {
     GrpoConfig {
         advantage: AdvantageConfig::default(),
@@ -96,7 +102,9 @@ fn config() -> GrpoConfig {
         iterations: 1,
         recompute_old: false,
         max_kl_sample_train: 10.0,
+        max_ratio: f64::INFINITY,
         mask_truncated: false,
+        parts: 1,
     }
 }
 
@@ -182,12 +190,14 @@ fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
         ..config()
     };
     let (mut trainer, decoder) = trainer(config);
-    let metrics = trainer.step(&decoder, &groups).unwrap();
+    let metrics = trainer.step(&decoder, &groups, &Solo).unwrap();
     // The reference is the model itself: it diverges by what was sampled less what it says.
     let episodes: Vec<_> = groups[0].trajectories.iter().map(|t| (0, t)).collect();
     let mut scored = sequences(&episodes);
     let (fresh, decoder) = self::trainer(trainer.config.clone());
-    fresh.score_references(&decoder, &mut scored).unwrap();
+    fresh
+        .score_references(&decoder, &mut scored, &[0, 0], ALONE)
+        .unwrap();
     let divergences: Vec<f64> = scored.iter().map(TrainSequence::divergence).collect();
     assert!(divergences.iter().all(|divergence| divergence.abs() > 0.01));
     let mean = 1.0 - 0.5 * divergences.iter().sum::<f64>() / 2.0;
@@ -209,7 +219,9 @@ fn an_episode_without_a_reward_is_not_run() {
     let episodes: Vec<_> = trajectories.iter().map(|episode| (0, episode)).collect();
     let mut scored = sequences(&episodes);
     let (trainer, decoder) = trainer(config());
-    trainer.score_references(&decoder, &mut scored).unwrap();
+    trainer
+        .score_references(&decoder, &mut scored, &[0, 0], ALONE)
+        .unwrap();
     assert_eq!(scored[0].reference, None);
     assert!(scored[1].reference.is_some());
 }

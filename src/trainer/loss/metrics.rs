@@ -82,6 +82,56 @@ impl LossMetrics {
         self.mismatch += other.mismatch;
     }
 
+    /// How many numbers [`LossMetrics::to_numbers`] returns.
+    pub(in crate::trainer) const NUMBERS: usize = 14;
+
+    /// Returns the sums as numbers, for another process.
+    pub(in crate::trainer) fn to_numbers(self) -> [f64; Self::NUMBERS] {
+        // Counts are far below 2^53.
+        [
+            self.loss,
+            self.tokens as f64,
+            self.clipped_low as f64,
+            self.clipped_high as f64,
+            self.left_out as f64,
+            self.kl,
+            self.entropy,
+            self.ratio,
+            self.ratio_min,
+            self.ratio_max,
+            self.correction,
+            self.difference,
+            self.difference_max,
+            self.mismatch,
+        ]
+    }
+
+    /// Returns the sums that [`LossMetrics::to_numbers`] wrote.
+    pub(in crate::trainer) fn from_numbers(numbers: [f64; Self::NUMBERS]) -> Self {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "they were counts"
+        )]
+        let count = |index: usize| numbers[index] as usize;
+        Self {
+            loss: numbers[0],
+            tokens: count(1),
+            clipped_low: count(2),
+            clipped_high: count(3),
+            left_out: count(4),
+            kl: numbers[5],
+            entropy: numbers[6],
+            ratio: numbers[7],
+            ratio_min: numbers[8],
+            ratio_max: numbers[9],
+            correction: numbers[10],
+            difference: numbers[11],
+            difference_max: numbers[12],
+            mismatch: numbers[13],
+        }
+    }
+
     fn mean(&self, sum: f64) -> f64 {
         if self.tokens == 0 {
             0.0

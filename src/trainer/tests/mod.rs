@@ -14,6 +14,8 @@ use crate::engine::model::{
 };
 use crate::engine::{Engine, EngineConfig, SamplingParams, SequenceSeed};
 
+mod invariance;
+mod ranks;
 mod value;
 
 fn lora() -> Trainable {

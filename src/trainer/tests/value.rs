@@ -1,6 +1,7 @@
 //! The value head under a model: its gradients, and that it learns what episodes earn.
 
 use super::*;
+use crate::collective::Solo;
 use crate::rollout::RolloutGroup;
 use crate::trajectory::{Status, TokenTrace, Trajectory, Usage};
 
@@ -208,7 +209,9 @@ fn ppo(decoder: &Decoder, token_level: TokenLevel) -> GrpoTrainer {
         iterations: 1,
         recompute_old: false,
         max_kl_sample_train: 0.05,
+        max_ratio: f64::INFINITY,
         mask_truncated: false,
+        parts: 1,
     };
     let schedule = LrSchedule {
         learning_rate: 1e-2,
@@ -242,7 +245,9 @@ fn token_credit_raises_what_is_rewarded(
     let chance = |group: &RolloutGroup| f64::from(group.trajectories[0].trace.logprobs()[2]);
     let before = chance(&episodes(&decoder));
     for _ in 0..40 {
-        let metrics = trainer.step(&decoder, &[episodes(&decoder)]).unwrap();
+        let metrics = trainer
+            .step(&decoder, &[episodes(&decoder)], &Solo)
+            .unwrap();
         values.extend(metrics.value);
     }
     let after = chance(&episodes(&decoder));
@@ -272,7 +277,7 @@ fn a_value_head_is_saved_and_goes_on_to_the_same_bits() {
     let mut trainer = ppo(&whole, GAE);
     let steps = |trainer: &mut GrpoTrainer, decoder: &Decoder| {
         for _ in 0..3 {
-            trainer.step(decoder, &[episodes(decoder)]).unwrap();
+            trainer.step(decoder, &[episodes(decoder)], &Solo).unwrap();
         }
     };
     steps(&mut trainer, &whole);
