@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::time::{Duration, Instant};
 
 use super::handshake::{Hello, Stranger, introduce, read_verdict, receive, send_verdict};
-use super::tcp::{TICK, lost};
+use super::tcp::{PARTING, TICK, lost};
 use super::{CollectiveError, Launch, Timeouts};
 
 /// Opens the root's port.
@@ -79,20 +79,49 @@ pub(super) fn accept_all(
             }
         }
     };
-    let text = objection.as_ref().map(|objection| match objection {
-        CollectiveError::Mismatch { reason } => reason.clone(),
-        other => other.to_string(),
-    });
+    if let Some(objection) = objection {
+        let reason = match &objection {
+            CollectiveError::Mismatch { reason } => reason.clone(),
+            other => other.to_string(),
+        };
+        let mut told = usize::from(matches!(objection, CollectiveError::Mismatch { .. }));
+        for stream in ranks.iter_mut().flatten() {
+            let _ = send_verdict(stream, Some(&reason));
+            told += 1;
+        }
+        let others = launch.world_size - 1;
+        turn_away(listener, others.saturating_sub(told), &reason, |stream| {
+            greet(stream, launch, own, timeouts)
+        });
+        return Err(objection);
+    }
     let mut streams = Vec::with_capacity(ranks.len());
-    for (rank, stream) in (1..).zip(ranks) {
-        let Some(mut stream) = stream else { continue };
-        let sent = send_verdict(&mut stream, text.as_deref());
+    for (rank, mut stream) in (1..).zip(ranks.into_iter().flatten()) {
+        let sent = send_verdict(&mut stream, None);
         sent.map_err(|error| lost(rank, "joining", &error))?;
         streams.push((rank, stream));
     }
-    match objection {
-        Some(error) => Err(error),
-        None => Ok(streams),
+    Ok(streams)
+}
+
+/// Tells ranks that are on their way why nothing comes of it, for a while: they would ask for long.
+fn turn_away(
+    listener: &TcpListener,
+    mut left: usize,
+    reason: &str,
+    greet: impl Fn(&mut TcpStream) -> Result<Hello, Stranger>,
+) {
+    let started = Instant::now();
+    while left > 0 && started.elapsed() < PARTING {
+        match listener.accept() {
+            Ok((mut stream, _)) => {
+                if let Ok(_) | Err(Stranger::Unfit(_)) = greet(&mut stream) {
+                    let _ = send_verdict(&mut stream, Some(reason));
+                    left -= 1;
+                }
+            }
+            Err(_) => std::thread::sleep(TICK),
+        }
     }
 }
 

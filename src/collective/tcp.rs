@@ -19,8 +19,8 @@ use super::{Collective, CollectiveError, Launch, Numbers, OrderedSum};
 const SUM_BYTES: usize = 4 << 20;
 /// How often somebody who waits looks up.
 pub(super) const TICK: Duration = Duration::from_millis(50);
-/// How long the others may take to close their side.
-const PARTING: Duration = Duration::from_secs(2);
+/// How long the others may take to close their side, or to hear why they are not let in.
+pub(super) const PARTING: Duration = Duration::from_secs(2);
 
 /// How long is waited for what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
