@@ -62,8 +62,10 @@ impl GuideFactory {
         let mut words: Vec<Vec<u8>> = (0..vocab_size)
             .map(|id| tokenizer.token_bytes(id).to_vec())
             .collect();
-        for id in (0..vocab_size).filter(|&id| tokenizer.is_added(id)) {
-            words[id as usize].insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
+        for id in tokenizer.added_ids() {
+            if let Some(word) = words.get_mut(id as usize) {
+                word.insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
+            }
         }
         let info = TokRxInfo {
             vocab_size,

@@ -67,6 +67,8 @@ struct Inner {
     special_tokens: BTreeMap<String, String>,
     /// By id; made when first needed.
     token_bytes: OnceLock<Vec<Vec<u8>>>,
+    /// Of them; each prompt that is served is compared with it.
+    longest_token: OnceLock<usize>,
 }
 
 struct AddedToken {
@@ -145,6 +147,7 @@ impl Tokenizer {
             added,
             special_tokens,
             token_bytes: OnceLock::new(),
+            longest_token: OnceLock::new(),
         };
         Ok(Self {
             inner: Arc::new(inner),
@@ -336,16 +339,17 @@ impl Tokenizer {
 
     /// Returns how many bytes the longest token adds to the text; 1 at least.
     pub fn longest_token(&self) -> usize {
-        let table = self
-            .inner
-            .token_bytes
-            .get_or_init(|| self.all_token_bytes());
-        table.iter().map(Vec::len).max().unwrap_or(0).max(1)
+        let longest = || self.all_bytes().iter().map(Vec::len).max();
+        *(self.inner.longest_token).get_or_init(|| longest().unwrap_or(0).max(1))
     }
 
-    /// Returns whether a token was added to the vocabulary, as control tokens and marks are.
-    pub(super) fn is_added(&self, id: u32) -> bool {
-        self.inner.added.iter().any(|token| token.id == id)
+    /// Returns the tokens that were added to the vocabulary, as control tokens and marks are.
+    pub(super) fn added_ids(&self) -> impl Iterator<Item = u32> {
+        self.inner.added.iter().map(|token| token.id)
+    }
+
+    fn all_bytes(&self) -> &[Vec<u8>] {
+        (self.inner.token_bytes).get_or_init(|| self.all_token_bytes())
     }
 
     /// Byte-level vocabularies spell each byte as a character; others spell blanks as `▁` and bytes

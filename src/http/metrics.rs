@@ -5,6 +5,10 @@ use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use axum::extract::{MatchedPath, Request};
+use axum::middleware::Next;
+use axum::response::Response;
+
 /// A histogram of durations with the upper bounds `bounds`, in seconds.
 #[derive(Debug)]
 pub(crate) struct Histogram<const N: usize> {
@@ -54,6 +58,19 @@ impl ResponseCounts {
     pub(crate) fn count(&self, endpoint: &str, status: u16) {
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         *counts.entry((endpoint.to_owned(), status)).or_default() += 1;
+    }
+
+    /// Lets a request be answered, and counts the response by its route.
+    pub(crate) async fn counted(
+        &self,
+        path: Option<MatchedPath>,
+        request: Request,
+        next: Next,
+    ) -> Response {
+        let response = next.run(request).await;
+        let endpoint = path.as_ref().map_or("other", |path| path.as_str());
+        self.count(endpoint, response.status().as_u16());
+        response
     }
 
     pub(crate) fn write(&self, text: &mut String) {

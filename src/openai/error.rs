@@ -5,6 +5,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
+use crate::causes::with_causes;
 use crate::chat::ChatError;
 use crate::engine::{BusyError, EngineError};
 use crate::http::BodyError;
@@ -80,12 +81,7 @@ impl ApiError {
 
     /// Returns the error of a fault of ours.
     pub(crate) fn internal(error: &dyn std::error::Error) -> Self {
-        let mut message = error.to_string();
-        let mut source = error.source();
-        while let Some(cause) = source {
-            message = format!("{message}: {cause}");
-            source = cause.source();
-        }
+        let message = with_causes(error);
         tracing::error!(%message, "a request failed");
         Self::Internal { message }
     }

@@ -14,7 +14,7 @@ const BUCKETS: [f64; 12] = [
 /// What the server has done.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
-    responses: ResponseCounts,
+    pub(super) responses: ResponseCounts,
     inner: Mutex<Inner>,
 }
 
@@ -34,11 +34,6 @@ impl Default for Inner {
 }
 
 impl Metrics {
-    /// Counts a response, whose body may still be under way.
-    pub(super) fn count_response(&self, endpoint: &str, status: u16) {
-        self.responses.count(endpoint, status);
-    }
-
     /// Records how long a completion took from its arrival to its last token.
     pub(super) fn observe_request(&self, duration: Duration) {
         self.lock().request_seconds.observe(duration);

@@ -222,11 +222,7 @@ async fn count(
     request: Request,
     next: Next,
 ) -> Response {
-    let response = next.run(request).await;
-    let endpoint = path.as_ref().map_or("other", |path| path.as_str());
-    app.metrics
-        .count_response(endpoint, response.status().as_u16());
-    response
+    app.metrics.responses.counted(path, request, next).await
 }
 
 fn card(app: &App) -> Value {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use super::validate::Invalid;
+use crate::causes::with_causes;
 use crate::sandbox::{Cancel, SandboxError};
 
 /// What a reset or a step gives back.
@@ -84,13 +85,7 @@ pub(super) enum StepError {
 impl StepError {
     /// Says it with its causes.
     pub(super) fn describe(&self) -> String {
-        let mut message = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            message = format!("{message}: {cause}");
-            source = cause.source();
-        }
-        message
+        with_causes(self)
     }
 
     /// Returns whether the server is at fault, and should say so in its log.

@@ -498,10 +498,5 @@ async fn count(
     request: Request,
     next: Next,
 ) -> Response {
-    let response = next.run(request).await;
-    let endpoint = path.as_ref().map_or("other", |path| path.as_str());
-    app.metrics
-        .responses
-        .count(endpoint, response.status().as_u16());
-    response
+    app.metrics.responses.counted(path, request, next).await
 }

@@ -108,6 +108,21 @@ impl TestServer {
         answer
     }
 
+    /// Returns a socket whose step runs for long, the only one that does, and its session's id.
+    async fn busy(&self) -> (Socket, String) {
+        let mut busy = self.connect().await;
+        let id = busy.reset().await["data"]["observation"]["metadata"]["session_id"]
+            .as_str()
+            .unwrap()
+            .to_owned();
+        let code = "while True: pass";
+        busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
+            .await;
+        self.until("the step runs", |app| app.steps.load().demoted == 1)
+            .await;
+        (busy, id)
+    }
+
     /// Waits until `holds`.
     async fn until(&self, what: &str, holds: impl Fn(&App) -> bool) {
         let started = Instant::now();
@@ -691,14 +706,7 @@ async fn a_stop_waits_no_longer_than_it_may() {
         Duration::from_millis(50),
     )
     .await;
-    let mut busy = server.connect().await;
-    busy.reset().await;
-    let code = "while True: pass";
-    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
-        .await;
-    server
-        .until("the step runs", |app| app.steps.load().demoted == 1)
-        .await;
+    let (_busy, _) = server.busy().await;
     server.stop.take().unwrap().send(()).unwrap();
     tokio::time::timeout(PATIENCE, server.served)
         .await
@@ -714,17 +722,7 @@ async fn requests_that_wait_for_one_session_take_no_thread() {
         ..ServerConfig::default()
     })
     .await;
-    let mut busy = server.connect().await;
-    let id = busy.reset().await["data"]["observation"]["metadata"]["session_id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    let code = "while True: pass";
-    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
-        .await;
-    server
-        .until("the step runs", |app| app.steps.load().demoted == 1)
-        .await;
+    let (_busy, id) = server.busy().await;
     let path = format!("/sessions/{id}/fork");
     let mut waiting = Vec::new();
     for _ in 0..8 {
@@ -752,17 +750,7 @@ async fn copies_without_room_are_refused_before_they_are_made() {
         ..ServerConfig::default()
     })
     .await;
-    let mut busy = server.connect().await;
-    let id = busy.reset().await["data"]["observation"]["metadata"]["session_id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    let code = "while True: pass";
-    busy.send(json!({"type": "step", "data": {"code": code}}).to_string())
-        .await;
-    server
-        .until("the step runs", |app| app.steps.load().demoted == 1)
-        .await;
+    let (_busy, id) = server.busy().await;
     let path = format!("/sessions/{id}/fork?count=2");
     let (status, _, answer) = server.ask("POST", &path, "", "").await;
     assert_eq!(status, 503, "{answer}");

@@ -13,7 +13,7 @@ const BUCKETS: [f64; 8] = [0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 180.0, 600.0];
 /// What the proxy has done.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
-    responses: ResponseCounts,
+    pub(super) responses: ResponseCounts,
     inner: Mutex<Inner>,
 }
 
@@ -37,11 +37,6 @@ impl Default for Inner {
 }
 
 impl Metrics {
-    /// Counts a response, whose body may still be under way.
-    pub(super) fn count_response(&self, endpoint: &str, status: u16) {
-        self.responses.count(endpoint, status);
-    }
-
     /// Records a call that was captured.
     pub(super) fn observe_call(&self, answer: &Answer, duration: Duration) {
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,7 +3,7 @@
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
-use super::{Answer, Asked, Dialect, Event, take, take_flag, text_of};
+use super::{Answer, Asked, Dialect, Event, move_tools, rename, take, take_flag, text_of};
 use crate::http::uuid4;
 use crate::openai::{Delta, Usage};
 use crate::proxy::ProxyError;
@@ -230,14 +230,8 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
     }
     let mut chat = Map::new();
     chat.insert("messages".to_owned(), Value::from(messages));
-    if let Some(tools) = take(&mut body, "tools") {
-        let Value::Array(tools) = tools else {
-            return Err(ProxyError::invalid("tools", "`tools` must be a list"));
-        };
-        // Those that Anthropic runs itself have a type and no schema.
-        let tools: Vec<Value> = tools.iter().filter_map(to_tool).collect();
-        chat.insert("tools".to_owned(), Value::from(tools));
-    }
+    // Those that Anthropic runs itself have a type and no schema.
+    move_tools(&mut body, &mut chat, to_tool)?;
     if let Some(choice) = take(&mut body, "tool_choice") {
         let choice = match choice["type"].as_str() {
             Some("auto") => Value::from("auto"),
@@ -252,7 +246,7 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
         let variables = json!({"enable_thinking": enabled});
         chat.insert("chat_template_kwargs".to_owned(), variables);
     }
-    for (from, to) in [
+    let names = [
         ("model", "model"),
         ("max_tokens", "max_tokens"),
         ("temperature", "temperature"),
@@ -261,11 +255,8 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
         ("seed", "seed"),
         ("top_k", "top_k"),
         ("stop_sequences", "stop"),
-    ] {
-        if let Some(value) = take(&mut body, from) {
-            chat.insert(to.to_owned(), value);
-        }
-    }
+    ];
+    rename(&mut body, &mut chat, &names);
     Ok(chat)
 }
 

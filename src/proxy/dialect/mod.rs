@@ -159,6 +159,31 @@ fn take(body: &mut Map<String, Value>, name: &str) -> Option<Value> {
     body.remove(name).filter(|value| !value.is_null())
 }
 
+/// Moves fields that are the same here and in chat completions but for their names.
+fn rename(body: &mut Map<String, Value>, chat: &mut Map<String, Value>, names: &[(&str, &str)]) {
+    for (from, to) in names {
+        if let Some(value) = take(body, from) {
+            chat.insert((*to).to_owned(), value);
+        }
+    }
+}
+
+/// Moves the tools that `to_tool` makes of those here.
+fn move_tools(
+    body: &mut Map<String, Value>,
+    chat: &mut Map<String, Value>,
+    to_tool: fn(&Value) -> Option<Value>,
+) -> Result<(), ProxyError> {
+    if let Some(tools) = take(body, "tools") {
+        let Value::Array(tools) = tools else {
+            return Err(ProxyError::invalid("tools", "`tools` must be a list"));
+        };
+        let tools: Vec<Value> = tools.iter().filter_map(to_tool).collect();
+        chat.insert("tools".to_owned(), Value::from(tools));
+    }
+    Ok(())
+}
+
 /// Takes a flag.
 fn take_flag(body: &mut Map<String, Value>, name: &'static str) -> Result<bool, ProxyError> {
     match take(body, name) {

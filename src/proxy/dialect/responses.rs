@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Answer, Asked, Dialect, Event, take, take_flag, text_of};
+use super::{Answer, Asked, Dialect, Event, move_tools, rename, take, take_flag, text_of};
 use crate::http::{unix_seconds, uuid4};
 use crate::openai::Delta;
 use crate::proxy::ProxyError;
@@ -321,14 +321,8 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
     }
     let mut chat = Map::new();
     chat.insert("messages".to_owned(), Value::from(messages));
-    if let Some(tools) = take(&mut body, "tools") {
-        let Value::Array(tools) = tools else {
-            return Err(ProxyError::invalid("tools", "`tools` must be a list"));
-        };
-        // Those that OpenAI runs itself cannot be had here.
-        let tools: Vec<Value> = tools.iter().filter_map(to_tool).collect();
-        chat.insert("tools".to_owned(), Value::from(tools));
-    }
+    // Those that OpenAI runs itself cannot be had here.
+    move_tools(&mut body, &mut chat, to_tool)?;
     if let Some(choice) = take(&mut body, "tool_choice") {
         let choice = match choice["name"].as_str() {
             Some(name) => json!({"type": "function", "function": {"name": name}}),
@@ -344,18 +338,15 @@ fn to_chat(mut body: Map<String, Value>) -> Result<Map<String, Value>, ProxyErro
         };
         chat.insert("response_format".to_owned(), format);
     }
-    for (from, to) in [
+    let names = [
         ("model", "model"),
         ("max_output_tokens", "max_tokens"),
         ("temperature", "temperature"),
         ("top_p", "top_p"),
         // Not of this API, and what an episode is repeated by.
         ("seed", "seed"),
-    ] {
-        if let Some(value) = take(&mut body, from) {
-            chat.insert(to.to_owned(), value);
-        }
-    }
+    ];
+    rename(&mut body, &mut chat, &names);
     Ok(chat)
 }
 
