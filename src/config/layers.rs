@@ -6,10 +6,13 @@ use std::path::Path;
 use serde::Deserialize as _;
 use toml::{Table, Value};
 
-use super::{ConfigError, Preset, RunConfig};
+use super::{ConfigError, EnvironmentConfig, Preset, RunConfig};
 
 /// The largest run file that is read; they are a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// The section whose keys are names.
+const ENVIRONMENTS: &str = "environments";
 
 impl RunConfig {
     /// Reads a run file, lays `sets` (`section.key=value`) over it and validates the result. A preset
@@ -103,6 +106,16 @@ impl RunConfig {
     }
 }
 
+/// Returns whether one of these `--set` names an environment.
+pub fn sets_name_environments<S: AsRef<str>>(sets: &[S]) -> bool {
+    let mut tables = sets.iter().filter_map(|set| parse_set(set.as_ref()).ok());
+    tables.any(|table| names_environments(&table))
+}
+
+fn names_environments(layer: &Table) -> bool {
+    layer.contains_key(ENVIRONMENTS)
+}
+
 impl Preset {
     /// Returns the preset that one of these `--set` names, the last one; none where it is unknown, which
     /// reading the configuration tells.
@@ -118,18 +131,22 @@ fn preset_of(layer: &Table) -> Option<Preset> {
 }
 
 /// Returns the keys of a preset under `above`. Its splits are those of its own tasks, so where others
-/// are named they do not hold.
+/// are named they do not hold, and where environments are named, its tasks do not, either.
 fn preset_table(preset: Preset, above: &[&Table]) -> Result<Table, toml::de::Error> {
     let mut table: Table = preset.text().parse()?;
     let names_tasks = |layer: &&Table| {
         let task = layer.get("task").and_then(Value::as_table);
         task.is_some_and(|task| task.contains_key("path"))
     };
-    if above.iter().any(names_tasks)
+    let has_environments = above.iter().any(|layer| names_environments(layer));
+    if (has_environments || above.iter().any(names_tasks))
         && let Some(Value::Table(task)) = table.get_mut("task")
     {
         task.remove("split");
         task.remove("eval_split");
+        if has_environments {
+            task.remove("path");
+        }
     }
     Ok(table)
 }
@@ -213,6 +230,17 @@ fn check_section(
                     hint,
                 });
             }
+            (Some(Value::Table(inner)), Value::Table(layer))
+                if path.len() == 1 && name == ENVIRONMENTS =>
+            {
+                // Each name has the keys of one environment.
+                let keys = inner.values().find_map(Value::as_table);
+                let named = layer.keys().map(|name| (name.clone(), keys));
+                let section = named
+                    .filter_map(|(name, keys)| Some((name, Value::Table(keys?.clone()))))
+                    .collect();
+                check_section(layer, &section, known, path, origin)?;
+            }
             // A section without keys of its own has the file's: names with their weights.
             (Some(Value::Table(inner)), Value::Table(layer)) if !inner.is_empty() => {
                 check_section(layer, inner, known, path, origin)?;
@@ -249,6 +277,25 @@ fn every_key() -> RunConfig {
         preset: Some(Preset::Trl),
         ..RunConfig::default()
     };
+    let environment = EnvironmentConfig {
+        split: Some(crate::task::Split::Train),
+        eval_path: Some(String::new()),
+        eval_split: Some(crate::task::Split::Test),
+        visible_tests: Some(1),
+        challenge_tests: Some(false),
+        grader: Some(String::new()),
+        limit: Some(1),
+        curriculum: Some(super::Curriculum::Epochs),
+        max_turns: Some(1),
+        max_new_tokens: Some(1),
+        system_prompt: Some(String::new()),
+        tool_output: Some(bytesize::ByteSize(0)),
+        fuel: Some(1),
+        deadline: Some(std::time::Duration::ZERO),
+        reward: Some(crate::grader::RewardTerms::default()),
+        ..EnvironmentConfig::default()
+    };
+    config.environments = [("NAME".to_owned(), environment)].into();
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
     config.log.http = Some(String::new());
@@ -346,7 +393,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 11);
+        assert_eq!(json.as_object().unwrap().len(), 12);
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //!
 //! A run is described by one TOML file, `run.toml`, and read with [`RunConfig::load`]. Every key has
 //! a default except `model.path` and `task.path`; a [`Preset`] replaces defaults, and
-//! `--set section.key=value` replaces single keys.
+//! `--set section.key=value` replaces single keys. In place of `task.path` a run may name several
+//! [environments](EnvironmentConfig).
 //! Unknown keys are refused with the nearest known one, and [`RunConfig::validate`] reports all
 //! values that make no sense together, each with its key, its value and what to do.
 //! [`RunConfig::to_toml`] writes the resolved file, which reads back as the same run.
@@ -11,12 +12,14 @@
 //! The names are those of TRL, verl and vLLM where they agree; `trainer.clip_low` and `clip_high`
 //! are TRL's `epsilon` and `epsilon_high`, `rollout.group_size` its `num_generations`.
 
+mod environment;
 mod error;
 mod layers;
 mod preset;
 mod units;
 mod validate;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -28,7 +31,9 @@ use crate::grader::RewardTerms;
 use crate::sandbox::{Meter, Restore, RuntimeName};
 use crate::task::Split;
 
+pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
+pub use layers::sets_name_environments;
 pub use preset::Preset;
 
 /// Everything that a run is made of.
@@ -59,6 +64,12 @@ pub struct RunConfig {
     pub model: ModelConfig,
     /// What it is asked to solve.
     pub task: TaskConfig,
+    /// Several environments in place of `task.path`, each with tasks, a weight and settings of its own.
+    /// The groups of the run's steps are divided among them by their weights. The ids of an environment's
+    /// tasks begin with its name and a slash, `reward/NAME`, `pass_rate/NAME` and `groups/NAME` in
+    /// `metrics.jsonl` are about it, and it is measured by itself, too.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub environments: BTreeMap<String, EnvironmentConfig>,
     /// How episodes are sampled.
     pub rollout: RolloutConfig,
     /// What a submission earns; its keys are those of [`RewardTerms`].

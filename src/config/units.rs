@@ -78,3 +78,27 @@ pub(super) mod duration {
             .map_err(|_| D::Error::custom("expected a duration such as `2s`, `500ms` or `1m 30s`"))
     }
 }
+
+/// As [`duration`], for a duration that need not be given.
+pub(super) mod optional_duration {
+    use std::time::Duration;
+
+    use serde::{Deserializer, Serializer};
+
+    #[expect(clippy::ref_option, reason = "how serde calls it")]
+    pub(crate) fn serialize<S: Serializer>(
+        time: &Option<Duration>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        match time {
+            Some(time) => super::duration::serialize(time, to),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        super::duration::deserialize(from).map(Some)
+    }
+}

@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
+use super::environment;
 use super::{
     ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig, TrainMode,
 };
+use crate::grader::RewardTerms;
 use crate::sandbox::RuntimeName;
 
 /// `CPython` itself needs about 40 MiB; wasm32 can address 4 GiB.
@@ -19,19 +21,25 @@ const SCIENCE_MEMORY: ByteSize = ByteSize::mib(160);
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
 
 /// More episodes, turns or tokens than any machine has memory for; products of two still fit.
-const MAX_COUNT: usize = 1_000_000;
+pub(super) const MAX_COUNT: usize = 1_000_000;
 /// More processes than any machine has cores.
 const MAX_WORKERS: usize = 1024;
 
 /// Collects what is wrong.
-struct Issues(Vec<Issue>);
+pub(super) struct Issues(Vec<Issue>);
 
 impl Issues {
     #[expect(
         clippy::needless_pass_by_value,
         reason = "checks read better without a borrow"
     )]
-    fn require(&mut self, holds: bool, key: impl Into<String>, value: impl ToString, remedy: &str) {
+    pub(super) fn require(
+        &mut self,
+        holds: bool,
+        key: impl Into<String>,
+        value: impl ToString,
+        remedy: &str,
+    ) {
         if !holds {
             self.0.push(Issue {
                 key: key.into(),
@@ -50,6 +58,34 @@ impl Issues {
         let holds = value >= 0.0 && value.is_finite();
         self.require(holds, key, value, "make it at least 0");
     }
+
+    pub(super) fn require_tool_output(&mut self, key: &str, output: Option<ByteSize>) {
+        self.require(
+            output.is_none_or(|output| output >= ByteSize::b(256)),
+            key,
+            output.unwrap_or_default().as_u64(),
+            "make it at least 256B, or error messages lose their end",
+        );
+    }
+
+    pub(super) fn require_fuel(&mut self, key: &str, fuel: Option<u64>) {
+        self.require(
+            fuel.is_none_or(|fuel| fuel >= 1_000_000_000 && i64::try_from(fuel).is_ok()),
+            key,
+            fuel.unwrap_or_default(),
+            "make it at least 1000000000, or imports alone may use it up",
+        );
+    }
+
+    pub(super) fn require_deadline(&mut self, key: &str, deadline: Option<Duration>) {
+        let range = Duration::from_millis(10)..=MAX_DEADLINE;
+        self.require(
+            deadline.is_none_or(|deadline| range.contains(&deadline)),
+            key,
+            format!("{:?}", deadline.unwrap_or_default()),
+            "make it from 10ms to 10m",
+        );
+    }
 }
 
 impl RunConfig {
@@ -62,7 +98,8 @@ impl RunConfig {
         let mut issues = Issues(Vec::new());
         self.validate_source(&mut issues);
         self.validate_rollout(&mut issues);
-        self.validate_reward(&mut issues);
+        validate_reward(&self.reward, "reward", &mut issues);
+        environment::validate(self, &mut issues);
         self.validate_sandbox(&mut issues);
         self.validate_trainer(&mut issues);
         self.validate_eval(&mut issues);
@@ -175,36 +212,7 @@ impl RunConfig {
             rollout.temperature,
             "make it above 0 and at most 10: samples that are all alike teach nothing",
         );
-        issues.require(
-            rollout.tool_output >= ByteSize::b(256),
-            "rollout.tool_output",
-            rollout.tool_output.as_u64(),
-            "make it at least 256B, or error messages lose their end",
-        );
-    }
-
-    fn validate_reward(&self, issues: &mut Issues) {
-        let reward = &self.reward;
-        for (name, weight) in reward.weights() {
-            issues.require(
-                weight.is_finite(),
-                format!("reward.{name}"),
-                weight,
-                "make it a finite number",
-            );
-        }
-        issues.require(
-            (0.0..=1.0).contains(&reward.fuel_penalty),
-            "reward.fuel_penalty",
-            reward.fuel_penalty,
-            "make it from 0 to 1: it is the share of `reward.passed` that all the fuel costs",
-        );
-        issues.require(
-            reward.length_margin <= reward.length_limit,
-            "reward.length_margin",
-            reward.length_margin,
-            "make it at most `reward.length_limit`",
-        );
+        issues.require_tool_output("rollout.tool_output", Some(rollout.tool_output));
     }
 
     fn validate_sandbox(&self, issues: &mut Issues) {
@@ -232,23 +240,13 @@ impl RunConfig {
             ("sandbox.fuel", sandbox.fuel),
             ("sandbox.grade_fuel", sandbox.grade_fuel),
         ] {
-            issues.require(
-                fuel >= 1_000_000_000 && i64::try_from(fuel).is_ok(),
-                key,
-                fuel,
-                "make it at least 1000000000, or imports alone may use it up",
-            );
+            issues.require_fuel(key, Some(fuel));
         }
         for (key, deadline) in [
             ("sandbox.deadline", sandbox.deadline),
             ("sandbox.grade_deadline", sandbox.grade_deadline),
         ] {
-            issues.require(
-                deadline >= Duration::from_millis(10) && deadline <= MAX_DEADLINE,
-                key,
-                format!("{deadline:?}"),
-                "make it from 10ms to 10m",
-            );
+            issues.require_deadline(key, Some(deadline));
         }
         issues.require(
             sandbox.workers <= MAX_WORKERS,
@@ -524,4 +522,30 @@ impl RunConfig {
             &format!("name each from 1 to `eval.samples` ({})", eval.samples),
         );
     }
+}
+
+/// Checks the reward terms of a section.
+pub(super) fn validate_reward(reward: &RewardTerms, section: &str, issues: &mut Issues) {
+    for (name, weight) in reward.weights() {
+        issues.require(
+            weight.is_finite(),
+            format!("{section}.{name}"),
+            weight,
+            "make it a finite number",
+        );
+    }
+    issues.require(
+        (0.0..=1.0).contains(&reward.fuel_penalty),
+        format!("{section}.fuel_penalty"),
+        reward.fuel_penalty,
+        &format!(
+            "make it from 0 to 1: it is the share of `{section}.passed` that all the fuel costs"
+        ),
+    );
+    issues.require(
+        reward.length_margin <= reward.length_limit,
+        format!("{section}.length_margin"),
+        reward.length_margin,
+        &format!("make it at most `{section}.length_limit`"),
+    );
 }

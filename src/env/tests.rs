@@ -109,6 +109,7 @@ fn environment(max_turns: usize) -> (ToolEnvironment, Arc<ScriptedSandbox>) {
 fn environment_of(task: Task, max_turns: usize) -> (ToolEnvironment, Arc<ScriptedSandbox>) {
     let config = ToolEnvironmentConfig {
         system_prompt: Some("Be brief.".to_owned()),
+        offers_tools: true,
         max_turns,
         max_output_chars: 100,
         limits: Limits::default(),

@@ -76,6 +76,8 @@ pub fn is_submission(tool: &str) -> bool {
 pub struct ToolEnvironmentConfig {
     /// Opening system message; `None` leaves it to the chat template.
     pub system_prompt: Option<String>,
+    /// Whether the policy may call tools; without, it answers in text.
+    pub offers_tools: bool,
     /// Assistant turns before the episode ends.
     pub max_turns: usize,
     /// Characters of tool output shown to the model; the middle is cut.
@@ -134,13 +136,17 @@ impl ToolEnvironment {
         config: Arc<ToolEnvironmentConfig>,
         seed: u64,
     ) -> Self {
-        let tools = Arc::from(Self::tool_specs(task.submission_kind()));
+        let tools = if config.offers_tools {
+            Self::tool_specs(task.submission_kind())
+        } else {
+            Vec::new()
+        };
         Self {
             task,
             sandbox,
             grader,
             config,
-            tools,
+            tools: Arc::from(tools),
             seed,
             turns: 0,
             answer: None,
@@ -354,6 +360,9 @@ impl Environment for ToolEnvironment {
             for call in &turn.tool_calls {
                 self.stats.tool_calls += 1;
                 let checked = match call {
+                    _ if !self.config.offers_tools => {
+                        Err("error: there are no tools; answer in text".to_owned())
+                    }
                     Ok(call) if call.name == RUN_PYTHON => {
                         argument(call, "code").map(|code| (call, code))
                     }

@@ -793,6 +793,7 @@ mod with_tasks {
             grader: Arc::new(graders),
             config: Arc::new(ToolEnvironmentConfig {
                 system_prompt: None,
+                offers_tools: true,
                 max_turns: 4,
                 max_output_chars: 1000,
                 limits: Limits::default(),

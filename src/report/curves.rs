@@ -14,8 +14,10 @@ use super::chart::{Chart, Line, Point};
 /// start so; what no chart names has one of its own at the end, so nothing that was logged is hidden.
 const CHARTS: &[(&str, &[&str])] = &[
     ("Reward", &["reward", "reward_std"]),
+    ("Reward by environment", &["reward/*"]),
+    ("Pass rate by environment", &["pass_rate/*"]),
     ("Parts of the reward, mean", &["rewards/*"]),
-    ("Held-out pass@1", &["eval/pass_at_1"]),
+    ("Held-out pass@1", &["eval/pass_at_1", "eval/pass_at_1/*"]),
     (
         "Groups whose rewards are alike, share",
         &["frac_reward_zero_std"],

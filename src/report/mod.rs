@@ -20,7 +20,7 @@ use serde::Serialize;
 use self::curves::Curves;
 use self::episodes::Example;
 use crate::config::RunConfig;
-use crate::run::{Measured, Summary, write_atomically};
+use crate::run::{Change, Measured, Summary, write_atomically};
 
 pub use self::error::ReportError;
 
@@ -59,10 +59,10 @@ pub fn render_report(run: &Path) -> Result<String, ReportError> {
     let root = run.canonicalize()?;
     let page = Page {
         name: root.file_name().map(|name| name.to_string_lossy().into()),
-        tasks: config.as_ref().map(|config| config.task.path.clone()),
+        tasks: config.as_ref().map(tasks),
         steps: metrics.steps,
         planned: config.map(|config| config.trainer.steps),
-        bars: summary.as_ref().map(bars),
+        measured: summary.as_ref().map(measured).unwrap_or_default(),
         summary: summary.as_ref().map(Headline::new),
         curves: metrics.curves(),
         episodes: episodes::read_examples(run, model.as_deref())?,
@@ -83,7 +83,7 @@ struct Page {
     steps: u64,
     /// Steps that the run file asks for.
     planned: Option<u64>,
-    bars: Option<[Bar; 2]>,
+    measured: Vec<Card>,
     summary: Option<Headline>,
     curves: Curves,
     episodes: Vec<Example>,
@@ -112,6 +112,56 @@ fn read_summary(path: &Path) -> Result<Option<Summary>, ReportError> {
     Ok(Some(summary))
 }
 
+/// Returns what the run learns from, as the page's head says it.
+fn tasks(config: &RunConfig) -> String {
+    let environments: Vec<String> = (config.environments.iter())
+        .map(|(name, environment)| {
+            format!(
+                "{name} ({}, weight {})",
+                environment.path, environment.weight
+            )
+        })
+        .collect();
+    if environments.is_empty() {
+        config.task.path.clone()
+    } else {
+        environments.join(", ")
+    }
+}
+
+/// What became of some held-out tasks.
+#[derive(Debug, Serialize)]
+struct Card {
+    /// The environment; none for all.
+    name: Option<String>,
+    bars: [Bar; 2],
+    verdict: String,
+    tasks: usize,
+    samples: usize,
+    unscorable: u64,
+}
+
+impl Card {
+    fn new(name: Option<&String>, change: &Change) -> Self {
+        Self {
+            name: name.cloned(),
+            bars: bars(change),
+            verdict: verdict(change),
+            tasks: change.after.tasks,
+            samples: change.after.samples,
+            unscorable: change.before.unscorable + change.after.unscorable,
+        }
+    }
+}
+
+/// Returns the cards of all held-out tasks, and of each environment's.
+fn measured(summary: &Summary) -> Vec<Card> {
+    let environments = summary.environments.iter();
+    std::iter::once(Card::new(None, &summary.change))
+        .chain(environments.map(|(name, change)| Card::new(Some(name), change)))
+        .collect()
+}
+
 /// A pass rate and its interval, in percent.
 #[derive(Debug, Serialize)]
 struct Bar {
@@ -121,23 +171,38 @@ struct Bar {
     high: f64,
 }
 
-fn bars(summary: &Summary) -> [Bar; 2] {
+fn bars(change: &Change) -> [Bar; 2] {
     let bar = |label, measured: &Measured| Bar {
         label,
         value: 100.0 * measured.pass_at_1,
         low: 100.0 * measured.ci95[0],
         high: 100.0 * measured.ci95[1],
     };
-    [bar("before", &summary.before), bar("after", &summary.after)]
+    [bar("before", &change.before), bar("after", &change.after)]
 }
 
-/// What the page says of the result.
+/// Says whether it got better, and how surely.
+fn verdict(change: &Change) -> String {
+    change.difference.map_or_else(
+        || "Before and after were measured on different tasks.".to_owned(),
+        |difference| {
+            let [low, high] = difference.ci95.map(|share| 100.0 * share);
+            let change = 100.0 * difference.pass_at_1;
+            let meaning = match (low > 0.0, high < 0.0) {
+                (true, _) => "a significant rise",
+                (_, true) => "a significant fall",
+                _ => "no significant change",
+            };
+            format!(
+                "{change:+.1} points ({low:+.1} to {high:+.1}, 95 % interval over tasks): {meaning}"
+            )
+        },
+    )
+}
+
+/// What the page says of the whole run.
 #[derive(Debug, Serialize)]
 struct Headline {
-    verdict: String,
-    tasks: usize,
-    samples: usize,
-    unscorable: u64,
     minutes: f64,
     tokens: u64,
     seed: u64,
@@ -145,26 +210,7 @@ struct Headline {
 
 impl Headline {
     fn new(summary: &Summary) -> Self {
-        let verdict = summary.difference.map_or_else(
-            || "Before and after were measured on different tasks.".to_owned(),
-            |difference| {
-                let [low, high] = difference.ci95.map(|share| 100.0 * share);
-                let change = 100.0 * difference.pass_at_1;
-                let meaning = match (low > 0.0, high < 0.0) {
-                    (true, _) => "a significant rise",
-                    (_, true) => "a significant fall",
-                    _ => "no significant change",
-                };
-                format!(
-                    "{change:+.1} points ({low:+.1} to {high:+.1}, 95 % interval over tasks): {meaning}"
-                )
-            },
-        );
         Self {
-            verdict,
-            tasks: summary.after.tasks,
-            samples: summary.after.samples,
-            unscorable: summary.before.unscorable + summary.after.unscorable,
             minutes: summary.wall_s / 60.0,
             tokens: summary.tokens,
             seed: summary.seed,
@@ -238,6 +284,49 @@ mod tests {
             "+0.0 points (-12.5 to +12.5, 95 % interval over tasks): no significant change";
         assert!(page.contains(verdict), "{page}");
         assert!(page.contains("2 samples could not be scored"), "{page}");
+        assert!(!page.contains("<h3>"), "there is one environment");
+    }
+
+    #[test]
+    fn each_environment_has_a_card() {
+        let run = run_with("code/601");
+        let run_toml = "model.path = 'm'\n[environments]\n\
+                        code = {path = 'a.jsonl', weight = 3}\nmaths = {path = 'b.jsonl'}\n";
+        fs::write(run.path().join("run.toml"), run_toml).unwrap();
+        let change = |before: f64, after: f64| {
+            let measured = |share: f64| {
+                serde_json::json!({
+                    "pass_at_1": share, "ci95": [share, share], "tasks": 8, "samples": 4, "unscorable": 0
+                })
+            };
+            let difference = after - before;
+            serde_json::json!({
+                "before": measured(before), "after": measured(after),
+                "difference": {"pass_at_1": difference, "ci95": [difference, difference]}
+            })
+        };
+        let mut summary = change(0.25, 0.25);
+        summary["environments"] =
+            serde_json::json!({"code": change(0.0, 0.5), "maths": change(0.5, 0.0)});
+        for (key, value) in [
+            ("steps", 2.into()),
+            ("wall_s", 90.0.into()),
+            ("tokens", 12.into()),
+        ] {
+            summary[key] = value;
+        }
+        summary["seed"] = 1.into();
+        fs::write(run.path().join("summary.json"), summary.to_string()).unwrap();
+        let page = render_report(run.path()).unwrap();
+        for part in [
+            "m on code (a.jsonl, weight 3), maths (b.jsonl, weight 1)",
+            "<h3>code</h3>",
+            "+50.0 points (+50.0 to +50.0, 95 % interval over tasks): a significant rise",
+            "<h3>maths</h3>",
+            "-50.0 points (-50.0 to -50.0, 95 % interval over tasks): a significant fall",
+        ] {
+            assert!(page.contains(part), "`{part}` is not in\n{page}");
+        }
     }
 
     #[test]

@@ -36,6 +36,8 @@ pub struct GroupRequest {
     pub task_id: String,
     /// How often the task was met before in what is collected: it samples other tokens each time.
     pub visit: u64,
+    /// Tokens of a turn at the most; as the collector samples unless given.
+    pub max_new_tokens: Option<usize>,
     /// One environment a sample.
     pub environments: Vec<Box<dyn Environment>>,
 }
@@ -261,9 +263,11 @@ impl<'a> Collector<'a> {
         let seeds: Vec<SequenceSeed> = (0..episodes.len())
             .map(|i| SequenceSeed::new(seed.run, task_seed, i as u64))
             .collect();
-        let ids = self
-            .engine
-            .add_group(&prompt, &self.config.sampling, &seeds)?;
+        let sampling = SamplingParams {
+            max_new_tokens: (request.max_new_tokens).unwrap_or(self.config.sampling.max_new_tokens),
+            ..self.config.sampling.clone()
+        };
+        let ids = self.engine.add_group(&prompt, &sampling, &seeds)?;
         for (id, mut episode) in ids.into_iter().zip(episodes) {
             episode
                 .trace_mut()

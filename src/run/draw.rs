@@ -1,10 +1,12 @@
 //! Which tasks a step learns from, and their episodes.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 
 use super::RunError;
 use super::algorithm::part_weights;
 use super::curriculum::PassRates;
+use super::mix::Mix;
 use super::policy::Policy;
 use super::ranks::gather;
 use super::scored::check_scored;
@@ -12,10 +14,7 @@ use super::workbench::Workbench;
 use crate::collective::Collective;
 use crate::config::{RewardAggregation, RunConfig};
 use crate::engine::Engine;
-use crate::rollout::{
-    CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup, derive_seed,
-};
-use crate::task::TaskSet;
+use crate::rollout::{CollectionSeed, Collector, CollectorConfig, CollectorStats, RolloutGroup};
 
 /// The episodes of one step.
 pub(super) struct StepEpisodes {
@@ -26,18 +25,20 @@ pub(super) struct StepEpisodes {
     pub(super) stats: CollectorStats,
 }
 
-/// Draws tasks in the order of the run's epochs, or by how often they are passed.
+/// Draws the tasks of a run's environments, in the order of their epochs or by how often they are passed.
 pub(super) struct TaskDraws<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) policy: &'a Policy,
     pub(super) workbench: &'a Workbench,
-    pub(super) tasks: &'a TaskSet,
+    pub(super) mix: Mix,
     pub(super) collector: CollectorConfig,
     pub(super) stop: &'a AtomicBool,
     /// The processes that share the episodes.
     pub(super) ranks: &'a dyn Collective,
     /// Batches of tasks that were drawn so far.
     pub(super) drawn: u64,
+    /// Tasks of each named environment that were drawn so far.
+    pub(super) tasks_drawn: BTreeMap<String, u64>,
     /// How often tasks are passed, where they are drawn by that.
     pub(super) pass_rates: Option<PassRates>,
 }
@@ -62,20 +63,27 @@ impl TaskDraws<'_> {
             set_aside: Vec::new(),
             stats: CollectorStats::default(),
         };
+        // Each environment has room for its share, and what it lacks is drawn from it again.
+        let shares = self.mix.shares(step, wanted);
+        let mut room = shares.clone();
         for draw in 0..draws {
-            let (groups, stats) = self.draw(engine, step, draw)?;
+            let count = |(share, room): (&usize, &usize)| if *room > 0 { *share } else { 0 };
+            let counts: Vec<usize> = shares.iter().zip(&room).map(count).collect();
+            let (groups, stats) = self.draw(engine, step, draw, &counts)?;
             episodes.stats.sampled_tokens += stats.sampled_tokens;
             episodes.stats.seconds += stats.seconds;
             let keeps_all = !config.trainer.dynamic_sampling;
-            for group in groups {
-                let has_room = episodes.groups.len() < wanted;
-                if has_room && (keeps_all || self.is_informative(&group)) {
+            let members = (counts.iter().enumerate())
+                .flat_map(|(member, count)| std::iter::repeat_n(member, *count));
+            for (group, member) in groups.into_iter().zip(members) {
+                if room[member] > 0 && (keeps_all || self.is_informative(&group)) {
+                    room[member] -= 1;
                     episodes.groups.push(group);
                 } else {
                     episodes.set_aside.push(group);
                 }
             }
-            if episodes.groups.len() == wanted {
+            if room.iter().all(|room| *room == 0) {
                 break;
             }
         }
@@ -112,16 +120,11 @@ impl TaskDraws<'_> {
         engine: &mut Engine,
         step: u64,
         draw: u64,
+        counts: &[usize],
     ) -> Result<(Vec<RolloutGroup>, CollectorStats), RunError> {
         let config = self.config;
-        let count = config.rollout.groups_per_step;
-        let batch = match &self.pass_rates {
-            Some(rates) => {
-                let seed = derive_seed(config.seed, "curriculum", self.drawn, "");
-                rates.draw(self.tasks, count, seed)
-            }
-            None => self.tasks.batch(config.seed, self.drawn, count),
-        };
+        let (drawn, rates) = (&mut self.tasks_drawn, self.pass_rates.as_ref());
+        let batch = self.mix.draw(counts, self.drawn, drawn, rates);
         self.drawn += 1;
         let seed = CollectionSeed {
             run: config.seed,
@@ -150,7 +153,7 @@ impl TaskDraws<'_> {
             "gathering episodes",
             own.map_err(RunError::from),
         )?;
-        let mut groups = Vec::with_capacity(count);
+        let mut groups = Vec::with_capacity(batch.len());
         let mut stats = CollectorStats::default();
         for (share, sampled_tokens, seconds) in shares {
             groups.extend(share);

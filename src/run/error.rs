@@ -49,8 +49,8 @@ pub enum RunError {
     },
     /// One task cannot be learned from and measured on.
     #[error(
-        "`{path}` has only one task, which leaves none to measure on; give more, or set \
-         `task.eval_path`"
+        "`{path}` has only one task, which leaves none to measure on; give more, or set `eval_path` \
+         beside its `path`"
     )]
     OneTask {
         /// The file.
@@ -58,14 +58,25 @@ pub enum RunError {
     },
     /// Tasks to measure on are also learned from.
     #[error(
-        "`{id}` is learned from and measured on, one of {count} such; set \
-         `task.eval_path`, or `task.split` and `task.eval_split`, so that they differ"
+        "`{id}` is learned from{} and measured on, one of {count} such; set `eval_path`, or `split` and \
+         `eval_split`, beside its `path`, so that they differ",
+        learned_as.as_ref().map_or_else(String::new, |name| format!(", as `{name}`,"))
     )]
     NotHeldOut {
         /// The first of them.
         id: String,
+        /// What it is called where it is learned from, if that is another name.
+        learned_as: Option<String>,
         /// How many.
         count: usize,
+    },
+    /// The tasks of an environment cannot be used.
+    #[error("the tasks of `environments.{name}` can not be used")]
+    Environment {
+        /// The environment.
+        name: String,
+        /// Why.
+        source: Box<RunError>,
     },
     /// The model has no chat template, so it cannot hold a conversation.
     #[error(
@@ -267,6 +278,7 @@ impl RunError {
             | Self::Write { .. }
             | Self::Io(_)
             | Self::Store(_) => true,
+            Self::Environment { source, .. } => source.is_usage(),
             Self::Collective(error) => error.is_usage(),
             Self::Engine(error) => error.is_input(),
             Self::Model(error) => error.is_input(),

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicBool;
 
+use super::mix::environment_of;
 use super::ranks::gather;
 use super::scored::why_unscored;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
@@ -45,6 +46,18 @@ pub fn evaluate(
         });
     }
     Ok(EvalReport::new(scores, &config.eval.k, config.seed))
+}
+
+/// Returns the part of each of the run's environments in a measurement; nothing for a run without.
+#[must_use]
+pub fn by_environment(config: &RunConfig, report: &EvalReport) -> Vec<(String, EvalReport)> {
+    let of = |name: &String| {
+        let own = |score: &&TaskScore| environment_of(&score.task_id) == Some(name);
+        let scores = report.scores.iter().filter(own).cloned().collect();
+        let report = EvalReport::new(scores, &config.eval.k, config.seed);
+        (name.clone(), report)
+    };
+    config.environments.keys().map(of).collect()
 }
 
 /// Returns the scores of some tasks, and why the last episode that could not be scored could not.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::mix::environment_of;
 use super::watch::Kind;
 use crate::rollout::RolloutGroup;
 use crate::trainer::StepMetrics;
@@ -17,6 +18,9 @@ pub(super) struct MetricsRow {
     pub(super) metrics: StepMetrics,
     #[serde(flatten)]
     pub(super) episodes: EpisodeMetrics,
+    /// What is told of each environment.
+    #[serde(flatten)]
+    pub(super) environments: BTreeMap<String, f64>,
     /// What looks wrong in it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) anomalies: Vec<Kind>,
@@ -38,6 +42,45 @@ pub(super) struct EvaluationRow {
     pub(super) pass_at_1: f64,
     #[serde(rename = "eval/ci95")]
     pub(super) ci95: [f64; 2],
+    /// The same of each environment.
+    #[serde(flatten)]
+    pub(super) environments: BTreeMap<String, f64>,
+}
+
+/// Returns what is told of each environment that a step has groups of: how many, their mean reward, and
+/// the share of their episodes that passed.
+pub(super) fn environment_metrics<'a>(
+    names: impl Iterator<Item = &'a String>,
+    groups: &[RolloutGroup],
+) -> BTreeMap<String, f64> {
+    let mut metrics = BTreeMap::new();
+    for name in names {
+        let own: Vec<&RolloutGroup> = (groups.iter())
+            .filter(|group| environment_of(&group.task_id) == Some(name))
+            .collect();
+        if own.is_empty() {
+            continue;
+        }
+        metrics.insert(format!("groups/{name}"), own.len() as f64);
+        let mean = |value: &dyn Fn(&Trajectory) -> Option<f64>| {
+            // As the trainer's `reward`: the mean of the groups' means.
+            let means = own.iter().filter_map(|group| {
+                let values: Vec<f64> = group.trajectories.iter().filter_map(value).collect();
+                (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+            });
+            let means: Vec<f64> = means.collect();
+            (!means.is_empty()).then(|| means.iter().sum::<f64>() / means.len() as f64)
+        };
+        if let Some(reward) = mean(&|episode| episode.reward) {
+            metrics.insert(format!("reward/{name}"), reward);
+        }
+        let passed =
+            |episode: &Trajectory| episode.passed.map(|passed| f64::from(u8::from(passed)));
+        if let Some(rate) = mean(&passed) {
+            metrics.insert(format!("pass_rate/{name}"), rate);
+        }
+    }
+    metrics
 }
 
 /// What the episodes of a step were like; names as in TRL.

@@ -13,6 +13,7 @@ mod evaluate;
 mod folder;
 mod memory;
 mod metrics;
+mod mix;
 mod policy;
 mod ranks;
 mod scored;
@@ -26,14 +27,14 @@ mod workbench;
 
 pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
-pub use self::evaluate::evaluate;
+pub use self::evaluate::{by_environment, evaluate};
 pub use self::folder::RunFolder;
 pub(crate) use self::folder::write_atomically;
 pub use self::memory::{keep_to_budget, plan_request};
 pub use self::policy::{Policy, trainable};
 pub use self::sft::{SftOptions, SftOutcome, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};
-pub use self::summary::{Measured, Summary};
+pub use self::summary::{Change, Difference, Measured, Summary};
 pub use self::train::{TrainOptions, new_engine, train};
 pub use self::workbench::{Workbench, evaluation_tasks};
 
@@ -59,6 +60,8 @@ pub enum RunEvent<'a> {
         step: usize,
         /// The result.
         report: &'a EvalReport,
+        /// The part of each environment in it, by name; none for a run without.
+        environments: &'a [(String, EvalReport)],
     },
     /// One optimizer step done.
     Step {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::algorithm::optimizer_config;
-use super::evaluate::evaluate;
+use super::evaluate::{by_environment, evaluate};
 use super::memory::{micro_batches, policy_request};
 use super::train::new_engine;
 use super::workbench::evaluation_tasks;
@@ -172,6 +172,7 @@ pub fn sft(
             observer(RunEvent::Evaluated {
                 step,
                 report: &report,
+                environments: &by_environment(config, &report),
             });
             let pass_at_1 = report.pass_at_1;
             outcome.report = Some(report);

@@ -1,5 +1,7 @@
 //! What a run came to.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::eval::EvalReport;
@@ -7,12 +9,12 @@ use crate::eval::EvalReport;
 /// `summary.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    /// The held-out tasks before training.
-    pub before: Measured,
-    /// The held-out tasks after training.
-    pub after: Measured,
-    /// Difference of the two on the same tasks, with its interval.
-    pub difference: Option<Difference>,
+    /// All held-out tasks.
+    #[serde(flatten)]
+    pub change: Change,
+    /// Those of each environment, by name; none for a run without.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub environments: BTreeMap<String, Change>,
     /// Optimizer steps.
     pub steps: usize,
     /// Wall-clock seconds, measuring included.
@@ -21,6 +23,32 @@ pub struct Summary {
     pub tokens: u64,
     /// Seed of the run.
     pub seed: u64,
+}
+
+/// What training did to held-out tasks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Change {
+    /// Before training.
+    pub before: Measured,
+    /// After training.
+    pub after: Measured,
+    /// Difference of the two on the same tasks, with its interval.
+    pub difference: Option<Difference>,
+}
+
+impl Change {
+    /// Compares two measurements with so many samples of each task; `seed` is that of the interval.
+    #[must_use]
+    pub fn new(before: &EvalReport, after: &EvalReport, samples: usize, seed: u64) -> Self {
+        Self {
+            before: Measured::new(before, samples),
+            after: Measured::new(after, samples),
+            difference: after.difference(before, seed).map(|difference| Difference {
+                pass_at_1: difference.pass_at_1,
+                ci95: difference.ci95,
+            }),
+        }
+    }
 }
 
 /// One measurement.

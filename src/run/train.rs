@@ -1,5 +1,6 @@
 //! GRPO from the first measurement to the last.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,17 +12,18 @@ use serde::{Deserialize, Serialize};
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::curriculum::PassRates;
 use super::draw::TaskDraws;
-use super::evaluate::evaluate;
+use super::evaluate::{by_environment, evaluate};
 use super::folder::RunFolder;
-use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow};
+use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow, environment_metrics};
+use super::mix::Mix;
 use super::policy::Policy;
 use super::ranks::{check_alike, gather};
-use super::summary::{Difference, Measured, Summary};
+use super::summary::{Change, Summary};
 use super::watch::{Anomaly, Observed, WatchState};
-use super::workbench::{Workbench, check_held_out, evaluation_tasks, training_tasks};
+use super::workbench::{Workbench, evaluation_tasks};
 use super::{Observer, RunError, RunEvent};
 use crate::collective::Collective;
-use crate::config::{Curriculum, Response, RunConfig};
+use crate::config::{Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
@@ -56,6 +58,9 @@ struct Progress {
     watch: WatchState,
     tokens: u64,
     batches_drawn: u64,
+    /// Tasks of each environment that were drawn, for a run that has several.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    tasks_drawn: BTreeMap<String, u64>,
     /// How often tasks are passed, where they are drawn by that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pass_rates: Option<PassRates>,
@@ -179,9 +184,9 @@ fn train_together(
     if found > limit {
         return Err(RunError::TooManyProcesses { found, limit });
     }
-    let tasks = training_tasks(config)?;
+    let mix = Mix::open(config)?;
     let held_out = evaluation_tasks(config)?;
-    check_held_out(&tasks, &held_out)?;
+    mix.check_held_out(&held_out)?;
     let mut engine = new_engine(config, policy)?;
     let mut run = begin(config, policy, options)?;
     check_alike(ranks, &policy.decoder)?;
@@ -193,6 +198,7 @@ fn train_together(
         observer(RunEvent::Evaluated {
             step,
             report: &report,
+            environments: &by_environment(config, &report),
         });
         Ok::<EvalReport, RunError>(report)
     };
@@ -208,15 +214,14 @@ fn train_together(
         config,
         policy,
         workbench,
-        tasks: &tasks,
         collector,
         stop: options.stop,
         ranks,
         drawn: run.progress.batches_drawn,
-        pass_rates: match config.task.curriculum {
-            Curriculum::Epochs => None,
-            Curriculum::PassRate => Some(run.progress.pass_rates.clone().unwrap_or_default()),
-        },
+        tasks_drawn: run.progress.tasks_drawn.clone(),
+        pass_rates: (mix.needs_pass_rates())
+            .then(|| run.progress.pass_rates.clone().unwrap_or_default()),
+        mix,
     };
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     loop {
@@ -229,6 +234,10 @@ fn train_together(
                 step: run.step,
                 pass_at_1: report.pass_at_1,
                 ci95: report.ci95,
+                environments: by_environment(config, &report)
+                    .into_iter()
+                    .map(|(name, report)| (format!("eval/pass_at_1/{name}"), report.pass_at_1))
+                    .collect(),
             })?;
             run.progress.evaluated = run.step;
         }
@@ -256,6 +265,7 @@ fn train_together(
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
         run.progress.batches_drawn = draws.drawn;
+        run.progress.tasks_drawn.clone_from(&draws.tasks_drawn);
         run.progress.pass_rates.clone_from(&draws.pass_rates);
         if ranks.is_root() {
             let groups = episodes.groups.iter().chain(&episodes.set_aside);
@@ -303,6 +313,7 @@ fn train_together(
             step,
             metrics,
             episodes: episode_metrics,
+            environments: environment_metrics(config.environments.keys(), &episodes.groups),
             anomalies: found.iter().map(|found| found.kind).collect(),
             set_aside: episodes.set_aside.len(),
             num_tokens: run.progress.tokens,
@@ -341,16 +352,14 @@ fn train_together(
         Ok(report) => report,
     };
     let before = &run.progress.before;
-    let difference = after
-        .difference(before, config.seed)
-        .map(|difference| Difference {
-            pass_at_1: difference.pass_at_1,
-            ci95: difference.ci95,
-        });
+    let (samples, seed) = (config.eval.samples, config.seed);
+    let environments = by_environment(config, before)
+        .into_iter()
+        .zip(by_environment(config, &after))
+        .map(|((name, before), (_, after))| (name, Change::new(&before, &after, samples, seed)));
     let summary = Summary {
-        before: Measured::new(before, config.eval.samples),
-        after: Measured::new(&after, config.eval.samples),
-        difference,
+        change: Change::new(before, &after, samples, seed),
+        environments: environments.collect(),
         steps: run.step,
         wall_s: run.wall_s(),
         tokens: run.progress.tokens,

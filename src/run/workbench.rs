@@ -1,12 +1,14 @@
 //! What a run works with.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::RunError;
+use super::mix::{environment_of, of_each_environment};
 use super::policy::Policy;
 use crate::chat::{RenderOptions, ToolCallFormat};
-use crate::config::{RunConfig, TaskConfig};
+use crate::config::{EnvironmentConfig, RunConfig, TaskConfig};
 use crate::engine::{SamplingParams, ThinkingBudget};
 use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
@@ -25,9 +27,9 @@ const CODE_BLOCK_PROMPT: &str = "You are a Python programmer. Answer with one Py
 pub struct Workbench {
     sandbox: Arc<dyn Sandbox>,
     grader: Arc<dyn Grader>,
-    environment: Arc<ToolEnvironmentConfig>,
-    /// For tasks that ask for a text.
-    text_environment: Arc<ToolEnvironmentConfig>,
+    setting: Setting,
+    /// Those of environments, by name.
+    environments: BTreeMap<String, Setting>,
     render: RenderOptions,
     use_tools: bool,
     max_new_tokens: usize,
@@ -35,6 +37,43 @@ pub struct Workbench {
     stop_token_ids: Vec<u32>,
     thinking: Option<ThinkingBudget>,
     tool_call_format: Option<ToolCallFormat>,
+}
+
+/// How the episodes of some tasks go.
+#[derive(Debug, Clone)]
+struct Setting {
+    code: Arc<ToolEnvironmentConfig>,
+    /// For tasks that ask for a text.
+    text: Arc<ToolEnvironmentConfig>,
+    max_new_tokens: usize,
+}
+
+impl Setting {
+    fn new(config: &RunConfig, knows_tools: bool, offers_tools: bool) -> Self {
+        let system_prompt = match &config.rollout.system_prompt {
+            Some(prompt) => Some(prompt.clone()),
+            None if knows_tools && offers_tools => None,
+            None => Some(CODE_BLOCK_PROMPT.to_owned()),
+        };
+        let code = ToolEnvironmentConfig {
+            system_prompt,
+            offers_tools,
+            max_turns: config.rollout.max_turns,
+            max_output_chars: usize::try_from(config.rollout.tool_output.0).unwrap_or(usize::MAX),
+            limits: tool_limits(config),
+            reward: config.reward.clone(),
+            grade_fuel: config.sandbox.grade_fuel,
+        };
+        let text = ToolEnvironmentConfig {
+            system_prompt: config.rollout.system_prompt.clone(),
+            ..code.clone()
+        };
+        Self {
+            code: Arc::new(code),
+            text: Arc::new(text),
+            max_new_tokens: config.rollout.max_new_tokens,
+        }
+    }
 }
 
 impl Workbench {
@@ -55,28 +94,16 @@ impl Workbench {
             .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
             .transpose()?;
         let use_tools = policy.knows_tools();
-        let system_prompt = match &config.rollout.system_prompt {
-            Some(prompt) => Some(prompt.clone()),
-            None if use_tools => None,
-            None => Some(CODE_BLOCK_PROMPT.to_owned()),
-        };
-        let environment = ToolEnvironmentConfig {
-            system_prompt,
-            max_turns: config.rollout.max_turns,
-            max_output_chars: usize::try_from(config.rollout.tool_output.0).unwrap_or(usize::MAX),
-            limits: tool_limits(config),
-            reward: config.reward.clone(),
-            grade_fuel: config.sandbox.grade_fuel,
-        };
-        let text_environment = ToolEnvironmentConfig {
-            system_prompt: config.rollout.system_prompt.clone(),
-            ..environment.clone()
+        let setting = |(name, environment): (&String, &EnvironmentConfig)| {
+            let alone = environment.alone(config);
+            let setting = Setting::new(&alone, use_tools, environment.tools);
+            (name.clone(), setting)
         };
         Ok(Self {
             sandbox,
             grader,
-            environment: Arc::new(environment),
-            text_environment: Arc::new(text_environment),
+            setting: Setting::new(config, use_tools, true),
+            environments: config.environments.iter().map(setting).collect(),
             render: RenderOptions {
                 enable_thinking: Some(config.rollout.enable_thinking),
                 ..RenderOptions::default()
@@ -136,9 +163,12 @@ impl Workbench {
         visit: u64,
     ) -> GroupRequest {
         let task = Arc::new(task.clone());
+        let setting = environment_of(&task.id)
+            .and_then(|name| self.environments.get(name))
+            .unwrap_or(&self.setting);
         let config = match task.submission_kind() {
-            SubmissionKind::Code => &self.environment,
-            SubmissionKind::Text => &self.text_environment,
+            SubmissionKind::Code => &setting.code,
+            SubmissionKind::Text => &setting.text,
         };
         let base = seed.of_task("tools", &task.id);
         let environments = (0..samples as u64)
@@ -157,6 +187,7 @@ impl Workbench {
         GroupRequest {
             task_id: task.id.clone(),
             visit,
+            max_new_tokens: Some(setting.max_new_tokens),
             environments,
         }
     }
@@ -173,7 +204,7 @@ fn tool_limits(config: &RunConfig) -> Limits {
     }
 }
 
-/// Opens the tasks to learn from.
+/// Opens the tasks to learn from, of a run without environments.
 ///
 /// # Errors
 ///
@@ -195,12 +226,20 @@ pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     Ok(tasks)
 }
 
-/// Opens the tasks to measure on.
+/// Opens the tasks to measure on, those of all environments.
 ///
 /// # Errors
 ///
 /// As for the tasks to learn from.
 pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
+    let sets = of_each_environment(config, evaluation_tasks)?;
+    if let Some(tasks) = sets
+        .into_iter()
+        .map(|(_, tasks)| tasks)
+        .reduce(TaskSet::with)
+    {
+        return Ok(tasks);
+    }
     let task = &config.task;
     let (path, key, split) = match &task.eval_path {
         // A file of its own is read whole; a folder holds splits.
@@ -249,19 +288,6 @@ fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
         });
     }
     Ok(Some((training, held_out)))
-}
-
-/// Refuses tasks that are learned from and measured on: the result would mean nothing.
-pub(super) fn check_held_out(training: &TaskSet, held_out: &TaskSet) -> Result<(), RunError> {
-    let known = |task: &&Task| training.get(&task.id).is_some_and(|found| found == *task);
-    let mut shared = held_out.tasks().iter().filter(known);
-    match shared.next() {
-        None => Ok(()),
-        Some(first) => Err(RunError::NotHeldOut {
-            id: first.id.clone(),
-            count: shared.count() + 1,
-        }),
-    }
 }
 
 fn open(

@@ -166,12 +166,34 @@ impl TaskSet {
         self.tasks.truncate(limit.max(1));
     }
 
+    /// Returns the tasks as those of one of several environments: their ids begin with its name and a
+    /// slash, so that they are no other environment's.
+    #[must_use]
+    pub fn of_environment(mut self, name: &str) -> Self {
+        for task in &mut self.tasks {
+            task.id.insert(0, '/');
+            task.id.insert_str(0, name);
+        }
+        self
+    }
+
+    /// Returns the tasks of both; no id may be in both.
+    #[must_use]
+    pub fn with(mut self, others: Self) -> Self {
+        self.tasks.extend(others.tasks);
+        self
+    }
+
     /// Returns the tasks of one training step: `count` of them, taken in order from an endless
     /// sequence of epochs, each a new permutation by `seed` (see [`epoch_order`]). A resumed run
     /// that asks for the same step gets the same tasks.
     pub fn batch(&self, seed: u64, step: u64, count: usize) -> Vec<&Task> {
+        self.stretch(seed, step * count as u64, count)
+    }
+
+    /// Returns `count` tasks of that endless sequence from place `first` on.
+    pub fn stretch(&self, seed: u64, first: u64, count: usize) -> Vec<&Task> {
         let len = self.tasks.len() as u64;
-        let first = step * count as u64;
         let mut order = (u64::MAX, Vec::new());
         (first..first + count as u64)
             .filter_map(|position| {
@@ -299,6 +321,29 @@ mod tests {
             assert_eq!(distinct.len(), 7);
         }
         assert_eq!(set.batch(1, 4, 3), set.batch(1, 4, 3));
+        // Stretches of other lengths go over the same sequence.
+        let ids = |tasks: Vec<&Task>| -> Vec<String> {
+            tasks.into_iter().map(|task| task.id.clone()).collect()
+        };
+        let pieces: Vec<String> = [(0, 5), (5, 0), (5, 1), (6, 15)]
+            .into_iter()
+            .flat_map(|(first, count)| ids(set.stretch(1, first, count)))
+            .collect();
+        assert_eq!(pieces, ids(set.stretch(1, 0, 21)));
+        assert_eq!(pieces, seen);
+    }
+
+    #[test]
+    fn environments_have_ids_of_their_own() {
+        let set = || TaskSet {
+            tasks: vec![Task {
+                id: "a/1".to_owned(),
+                ..Task::default()
+            }],
+        };
+        let both = set().of_environment("x").with(set().of_environment("y"));
+        let ids: Vec<&str> = both.tasks().iter().map(|task| task.id.as_str()).collect();
+        assert_eq!(ids, ["x/a/1", "y/a/1"]);
     }
 
     #[test]

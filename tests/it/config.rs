@@ -309,6 +309,140 @@ fn a_file_that_is_not_toml_is_shown_at_its_line() {
     );
 }
 
+/// Two environments.
+const TWO: &str = "model.path = 'm'\n[environments]\n\
+                   code = {path = 'a.jsonl', weight = 3, reward = {test_fraction = 0.5}}\n\
+                   maths = {path = 'b', split = 'train', tools = false, deadline = '2s', limit = 5}\n\
+                   [task]\nvisible_tests = 2\nlimit = 9\n[reward]\npassed = 2.0\n";
+
+#[test]
+fn an_environment_has_the_runs_settings_but_for_its_own() {
+    let sets = [
+        "environments.code.weight=1.5",
+        "environments.code.max_turns=2",
+    ];
+    let config = RunConfig::from_toml(TWO, &sets).unwrap();
+    assert_eq!(config.environments["code"].weight, 1.5);
+    let alone = |name: &str| config.environments[name].alone(&config);
+    let (code, maths) = (alone("code"), alone("maths"));
+    assert_eq!(
+        (code.task.path.as_str(), maths.task.path.as_str()),
+        ("a.jsonl", "b")
+    );
+    assert_eq!((code.task.limit, maths.task.limit), (Some(9), Some(5)));
+    assert_eq!(
+        (code.task.visible_tests, maths.task.split),
+        (2, Some(Split::Train))
+    );
+    assert_eq!((code.rollout.max_turns, maths.rollout.max_turns), (2, 6));
+    // A reward of its own stands in place of the whole section.
+    assert_eq!((code.reward.passed, code.reward.test_fraction), (1.0, 0.5));
+    assert_eq!(
+        (maths.reward.passed, maths.reward.test_fraction),
+        (2.0, 0.0)
+    );
+    assert_eq!(maths.sandbox.deadline, Duration::from_secs(2));
+    assert_eq!(code.sandbox.deadline, Duration::from_secs(30));
+    assert!(code.environments.is_empty());
+    code.validate().unwrap();
+    let file = config.to_toml().unwrap();
+    assert_eq!(
+        RunConfig::from_toml(&file, &[""; 0]).unwrap(),
+        config,
+        "{file}"
+    );
+    // A run without any has no trace of them in its file.
+    let single = RunConfig::from_toml(LEAST, &[""; 0]).unwrap();
+    assert!(!single.to_toml().unwrap().contains("environments"));
+    // A preset's own tasks give way.
+    let seeded = RunConfig::from_toml(TWO, &["preset=seed-mbpp"]).unwrap();
+    assert_eq!((seeded.task.path.as_str(), seeded.task.split), ("", None));
+}
+
+#[rstest]
+#[case::unknown(
+    "environments.code.wieght=1",
+    "unknown key `environments.code.wieght` in `--set environments.code.wieght=1`; did you mean `environments.code.weight`?"
+)]
+#[case::unknown_reward(
+    "environments.code.reward.pased=1",
+    "did you mean `environments.code.reward.passed`?"
+)]
+#[case::not_a_section(
+    "environments.code=3",
+    "`environments.code` in `--set environments.code=3` is a section"
+)]
+#[case::wrong_type(
+    "environments.code.weight=much",
+    "`environments.code.weight` can not be `\"much\"`"
+)]
+#[case::zero(
+    "environments.code.weight=0",
+    "`environments.code.weight` is `0`; make it above 0, or leave the environment out"
+)]
+#[case::negative(
+    "environments.code.weight=-1.0",
+    "`environments.code.weight` is `-1`; make it above 0"
+)]
+#[case::nan(
+    "environments.maths.weight=nan",
+    "`environments.maths.weight` is `NaN`; make it above 0"
+)]
+#[case::infinite(
+    "environments.maths.weight=inf",
+    "`environments.maths.weight` is `inf`; make it above 0"
+)]
+#[case::no_path(
+    "environments.third.weight=1",
+    "`environments.third.path` is ``; give a task file, a folder or a hub data set"
+)]
+#[case::name(
+    "environments.a/b.path=x",
+    "`environments` is `a/b`; name an environment with 1 to 64 letters"
+)]
+#[case::task_too(
+    "task.path=c.jsonl",
+    "`task.path` is `c.jsonl`; leave it out, or make it an environment of its own"
+)]
+#[case::split_too("task.split=test", "`task.split` is `test`; leave it out")]
+#[case::turns(
+    "environments.code.max_turns=0",
+    "`environments.code.max_turns` is `0`; make it from 1"
+)]
+#[case::tokens(
+    "environments.code.max_new_tokens=4096",
+    "`environments.code.max_new_tokens` is `4096`; make it from 1 to below `rollout.max_total_tokens` (4096)"
+)]
+#[case::fuel(
+    "environments.code.fuel=5",
+    "`environments.code.fuel` is `5`; make it at least 1000000000"
+)]
+#[case::reward(
+    "environments.code.reward.fuel_penalty=2",
+    "`environments.code.reward.fuel_penalty` is `2`; make it from 0 to 1: it is the share of `environments.code.reward.passed`"
+)]
+#[case::gdpo(
+    "trainer.reward_aggregation=gdpo",
+    "`environments.code.reward` is `a table`; leave it out"
+)]
+fn a_senseless_environment_is_named_with_its_remedy(#[case] set: &str, #[case] expected: &str) {
+    let error = message(&RunConfig::from_toml(TWO, &[set]).unwrap_err());
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn two_environments_of_one_name_are_refused_by_name() {
+    let twice = format!("{TWO}[environments.code]\npath = 'c'\n");
+    let error = message(&RunConfig::from_toml::<&str>(&twice, &[]).unwrap_err());
+    assert!(error.contains("is not valid TOML"), "{error}");
+    let twice = "[environments.code]\npath = 'c'\n[environments.code]\npath = 'd'\n";
+    let error = message(&RunConfig::from_toml::<&str>(twice, &[]).unwrap_err());
+    assert!(
+        error.contains("code") && error.contains("duplicate"),
+        "{error}"
+    );
+}
+
 #[test]
 fn reward_terms_are_read_and_checked() {
     let config = with("reward.named.style=0.5").unwrap();

@@ -7,6 +7,7 @@ mod engine;
 mod golden;
 mod grader;
 mod layering;
+mod mixture;
 mod parallel;
 mod proxy;
 mod reward_attacks;

@@ -197,6 +197,31 @@ fn any_number_of_processes_makes_the_same_bytes() {
 }
 
 #[test]
+fn a_mixture_is_the_same_for_any_number_of_processes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let rows = (1..=6).map(|number| {
+        let row = serde_json::json!({"question": "How many?", "answer": format!("#### {number}")});
+        format!("{row}\n")
+    });
+    let maths = folder.path().join("maths.jsonl");
+    fs_err::write(&maths, rows.collect::<String>()).expect("written");
+    let path = format!("environments.maths.path={}", text(&maths));
+    let mut settings = SETTINGS.to_vec();
+    settings.extend([
+        "environments.code.path=starter",
+        "environments.code.weight=2",
+        "environments.maths.max_turns=1",
+        path.as_str(),
+        "trainer.steps=2",
+    ]);
+    let (alone, together) = (folder.path().join("alone"), folder.path().join("together"));
+    let of = |out| ["--seed", "3", "--out", text(out)].to_vec();
+    succeed(vec![start(&of(&alone), &settings, 0, 1, 0)]);
+    succeed(launch(&of(&together), &settings, 2));
+    assert_same(&alone, &together, 2);
+}
+
+#[test]
 fn processes_that_cannot_share_a_run_say_why() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("run");

@@ -14,11 +14,15 @@ defaults, the file goes before its preset, and `--set section.key=value` before 
 `--set` names goes before the file, too. `wardian train` leaves the resolved file in the run folder as
 `run.toml`, and `wardian train --config` reads it back.
 
-The page is written from the documentation in `src/config/mod.rs`.
+The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 2] = ["src/config/mod.rs", "src/grader/reward.rs"];
+const SOURCES: [&str; 3] = [
+    "src/config/mod.rs",
+    "src/config/environment.rs",
+    "src/grader/reward.rs",
+];
 
 #[derive(Debug, Default)]
 struct Item {
@@ -115,7 +119,15 @@ fn page() -> String {
     let (sections, top): (Vec<_>, Vec<_>) = known["RunConfig"]
         .members
         .iter()
-        .partition(|(_, kind, _)| known.contains_key(kind));
+        .map(|(name, kind, documentation)| {
+            // A section of each name that the file gives.
+            let named = kind.strip_prefix("BTreeMap<String, ");
+            match named.and_then(|kind| kind.strip_suffix('>')) {
+                Some(kind) => (format!("{name}.NAME"), kind, documentation),
+                None => (name.clone(), kind.as_str(), documentation),
+            }
+        })
+        .partition(|(_, kind, _)| known.contains_key(*kind));
     page.push_str("\n| key | |\n|---|---|\n");
     for (name, _, documentation) in top {
         writeln!(page, "| `{name}` | {} |", plain(documentation)).expect("a string takes all");

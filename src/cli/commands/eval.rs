@@ -12,7 +12,7 @@ use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted};
 use crate::collective::Solo;
-use crate::run::{RunEvent, evaluate, evaluation_tasks, new_engine};
+use crate::run::{RunEvent, by_environment, evaluate, evaluation_tasks, new_engine};
 
 /// Arguments of `wardian eval`.
 #[derive(Debug, Args)]
@@ -92,5 +92,14 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
         counted(report.tasks, "task"),
         counted(config.eval.samples, "sample"),
     ));
+    for (name, report) in by_environment(&config, &report) {
+        printer.note(&format!(
+            "{name}: pass@1 {:.1} %, {:.1} to {:.1}, over {}",
+            report.pass_at_1 * 100.0,
+            report.ci95[0] * 100.0,
+            report.ci95[1] * 100.0,
+            counted(report.tasks, "task"),
+        ));
+    }
     Ok(ExitStatus::Success)
 }

@@ -100,6 +100,7 @@ impl EnvArgs {
                 let graders = GraderRegistry::standard(&sandbox, &grade_limits);
                 let config = ToolEnvironmentConfig {
                     system_prompt: None,
+                    offers_tools: true,
                     max_turns: self.max_turns,
                     max_output_chars: 4096,
                     grade_fuel: limits.fuel,

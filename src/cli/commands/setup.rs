@@ -11,7 +11,7 @@ use super::runtime::Sandboxes;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
-use crate::config::{Preset, RunConfig};
+use crate::config::{Preset, RunConfig, sets_name_environments};
 use crate::engine::model::{LoraAdapter, Trainable};
 use crate::grader::{GradeLimits, GraderRegistry};
 use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
@@ -56,19 +56,30 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
     sets.extend(args.seed.iter().map(|seed| format!("seed={seed}")));
     sets.extend(args.overrides.iter().cloned());
     let has_sources = Preset::named_in(&sets).is_some_and(Preset::names_sources);
+    let has_environments = sets_name_environments(&sets);
+    if has_environments && args.config.is_none() && args.tasks.is_none() {
+        // They stand in place of the starter's tasks.
+        sets.insert(0, "task.path=".to_owned());
+    }
     let config = match &args.config {
         Some(path) => RunConfig::load(Some(path), &sets),
         // The starter's settings suit its own model, and nothing else.
         None if args.model.is_none() && !has_sources => RunConfig::from_toml(STARTER_RUN, &sets),
         None => {
-            if args.tasks.is_none() && !has_sources {
+            if args.tasks.is_none() && !has_sources && !has_environments {
                 sets.insert(0, format!("task.path={}", quoted(STARTER)));
             }
             RunConfig::load(None, &sets)
         }
     };
     let mut config = config.map_err(Failure::usage)?;
-    let name = [&config.model.path, &config.task.path].map(|path| {
+    let names: Vec<&str> = config.environments.keys().map(String::as_str).collect();
+    let tasks = if names.is_empty() {
+        config.task.path.clone()
+    } else {
+        names.join("+")
+    };
+    let name = [&config.model.path, &tasks].map(|path| {
         path.trim_end_matches('/')
             .rsplit('/')
             .next()
@@ -81,7 +92,14 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
         name.join("-")
     };
     let mut scratch = None;
-    if config.model.path == STARTER || config.task.path == STARTER {
+    let is_starter = |path: &String| path == STARTER;
+    let mut task_paths = std::iter::once(&config.task.path).chain(
+        config
+            .environments
+            .values()
+            .map(|environment| &environment.path),
+    );
+    if is_starter(&config.model.path) || task_paths.any(is_starter) {
         let folder = match CacheFolder::User.path() {
             Some(folder) => folder,
             None => scratch
@@ -94,12 +112,14 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
         if config.model.path == STARTER {
             config.model.path = text(starter.model());
         }
-        if config.task.path == STARTER {
-            config.task.path = text(starter.train_tasks());
-            config
-                .task
-                .eval_path
-                .get_or_insert_with(|| text(starter.heldout_tasks()));
+        let of_environments = (config.environments.values_mut())
+            .map(|environment| (&mut environment.path, &mut environment.eval_path));
+        let paths = std::iter::once((&mut config.task.path, &mut config.task.eval_path));
+        for (path, eval_path) in paths.chain(of_environments) {
+            if path == STARTER {
+                *path = text(starter.train_tasks());
+                eval_path.get_or_insert_with(|| text(starter.heldout_tasks()));
+            }
         }
     }
     name_from_anywhere(&mut config);
@@ -120,19 +140,20 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
 
 /// Makes the paths of files absolute, so that a run's own run.toml means the same in any folder.
 fn name_from_anywhere(config: &mut RunConfig) {
-    let paths = [&mut config.model.path, &mut config.task.path]
-        .into_iter()
-        .chain(&mut config.model.adapter)
-        .chain(&mut config.task.eval_path)
+    let task = &mut config.task;
+    let of_task = (&mut task.path, &mut task.eval_path, &mut task.grader);
+    let of_environments = (config.environments.values_mut())
+        .map(|other| (&mut other.path, &mut other.eval_path, &mut other.grader));
+    let tasks = std::iter::once(of_task).chain(of_environments);
+    let tasks = tasks.flat_map(|(path, eval_path, grader)| {
         // Other graders are named, not found.
-        .chain(
-            config
-                .task
-                .grader
-                .as_mut()
-                .filter(|grader| grader.ends_with(".py")),
-        );
-    for path in paths {
+        let grader = grader.as_mut().filter(|grader| grader.ends_with(".py"));
+        std::iter::once(path).chain(eval_path).chain(grader)
+    });
+    let paths = std::iter::once(&mut config.model.path)
+        .chain(&mut config.model.adapter)
+        .chain(tasks);
+    for path in paths.filter(|path| !path.is_empty()) {
         let absolute = std::path::absolute(&*path)
             .ok()
             .filter(|path| path.exists());

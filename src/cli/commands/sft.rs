@@ -89,7 +89,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     let mut progress = Progress::new(printer, "step", args.steps);
     let mut observe = |event: RunEvent<'_>| match event {
         RunEvent::SftStep { step, loss } => progress.update(step, &format!("· loss {loss:.3}")),
-        RunEvent::Evaluated { step, report } => {
+        RunEvent::Evaluated { step, report, .. } => {
             progress.finish();
             printer.note(&format!(
                 "Pass rate after step {step}: {:.1} % on {}",

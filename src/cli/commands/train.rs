@@ -17,7 +17,7 @@ use crate::cli::progress::{Progress, counted, human_duration};
 use crate::collective::{Collective, Launch, Solo, TcpCollective, Timeouts};
 use crate::config::{RunConfig, TrainMode};
 use crate::report::write_report;
-use crate::run::{Measured, RunError, RunEvent, Summary, TrainOptions, train};
+use crate::run::{Change, Measured, RunError, RunEvent, Summary, TrainOptions, train};
 
 /// Arguments of `wardian train`.
 #[derive(Debug, Args)]
@@ -58,7 +58,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         config_args.config = Some(file);
     }
     let resolved = setup::resolve(&config_args)?;
-    if resolved.config.task.path.is_empty() {
+    if resolved.config.task.path.is_empty() && resolved.config.environments.is_empty() {
         return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
     }
     let out = match args.resume.as_ref().or(args.out.as_ref()) {
@@ -113,7 +113,11 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         RunEvent::Evaluating { done, total } => measuring
             .get_or_insert_with(|| Progress::new(printer, "measuring", total))
             .update(done, ""),
-        RunEvent::Evaluated { step, report } => {
+        RunEvent::Evaluated {
+            step,
+            report,
+            environments,
+        } => {
             if let Some(progress) = measuring.take() {
                 progress.finish();
             }
@@ -126,6 +130,12 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
                 },
                 percent(report.pass_at_1, report.ci95),
             ));
+            for (name, report) in environments {
+                printer.note(&format!(
+                    "  {name}: {}",
+                    percent(report.pass_at_1, report.ci95)
+                ));
+            }
             training.restart_after(step);
         }
         RunEvent::Step {
@@ -249,21 +259,32 @@ fn unscorable(count: u64) -> String {
 
 fn describe(summary: &Summary, took: &str, out: &str) -> String {
     let line = |measured: &Measured| percent(measured.pass_at_1, measured.ci95);
+    let environments: String = (summary.environments.iter())
+        .map(|(name, Change { before, after, .. })| {
+            let tasks = counted(after.tasks, "task");
+            format!(
+                "  {name} on {tasks}\n    before  {}\n    after   {}\n",
+                line(before),
+                line(after)
+            )
+        })
+        .collect();
+    let Change { before, after, .. } = &summary.change;
     format!(
         "\nDone in {took}: {}, {} tokens sampled\n  \
          before  {}\n  \
          after   {}\n  \
-         on {}, {} each{}\n\n\
+         on {}, {} each{}\n{environments}\n\
          Run folder  {out}\n\
          Report      {out}/report.html\n\
          Try next    wardian eval --config {out}/run.toml --model {out}/final\n            \
          wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
         counted(summary.steps, "step"),
         summary.tokens,
-        line(&summary.before),
-        line(&summary.after),
-        counted(summary.after.tasks, "held-out task"),
-        counted(summary.after.samples, "sample"),
-        unscorable(summary.before.unscorable + summary.after.unscorable),
+        line(before),
+        line(after),
+        counted(after.tasks, "held-out task"),
+        counted(after.samples, "sample"),
+        unscorable(before.unscorable + after.unscorable),
     )
 }
