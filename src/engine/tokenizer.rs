@@ -337,6 +337,21 @@ impl Tokenizer {
         table.get(id as usize).map_or(&[], Vec::as_slice)
     }
 
+    /// Returns the spelling of a token; `None` where there is no such token.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.full.id_to_token(id)
+    }
+
+    /// Returns the first id of `other`'s tokens that is another token here, or none.
+    pub fn differing_token(&self, other: &Self) -> Option<u32> {
+        let theirs = other.inner.full.get_vocab(true);
+        let differs = |(token, id): (String, u32)| {
+            (self.token(id).as_ref() != Some(&token) && other.token(id).as_ref() == Some(&token))
+                .then_some(id)
+        };
+        theirs.into_iter().filter_map(differs).min()
+    }
+
     /// Returns how many bytes the longest token adds to the text; 1 at least.
     pub fn longest_token(&self) -> usize {
         let longest = || self.all_bytes().iter().map(Vec::len).max();

@@ -99,6 +99,49 @@ pub enum RunError {
         /// What is wrong.
         reason: String,
     },
+    /// A run has no episodes to imitate.
+    #[error(
+        "`{path}` holds no episodes; give a folder that `wardian train` made, with its `rollouts/`"
+    )]
+    NoRollouts {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// No episode is worth imitating.
+    #[error("there is nothing to imitate: {summary}; lower `--min-reward`, or give further runs")]
+    NothingAccepted {
+        /// What became of the episodes.
+        summary: String,
+    },
+    /// Episodes are of another vocabulary than the policy's.
+    #[error(
+        "the episodes of `{path}` are of another vocabulary: their token {id} is {}, that of `{model}` is \
+         {}; give the model that sampled them, or one of its family, with `--model`",
+        spelled(expected.as_deref()), spelled(found.as_deref())
+    )]
+    OtherVocabulary {
+        /// The run folder.
+        path: PathBuf,
+        /// The first token that differs.
+        id: u32,
+        /// What it is to the policy.
+        found: Option<String>,
+        /// What it is in the episodes.
+        expected: Option<String>,
+        /// The policy's model.
+        model: String,
+    },
+    /// Nothing says which tokens a run's ids are.
+    #[error(
+        "`{path}` was stopped before it saved a tokenizer, and its model `{model}` is no folder here: \
+         imitate its episodes with that very model, `--model {model}`"
+    )]
+    UnknownVocabulary {
+        /// The run folder.
+        path: PathBuf,
+        /// The run's model.
+        model: String,
+    },
     /// The run folder is in use.
     #[error("`{path}` is not empty; choose another folder with `--out`")]
     FolderInUse {
@@ -268,6 +311,10 @@ impl RunError {
             | Self::Chat(_)
             | Self::NoChatTemplate { .. }
             | Self::Demonstration { .. }
+            | Self::NoRollouts { .. }
+            | Self::NothingAccepted { .. }
+            | Self::OtherVocabulary { .. }
+            | Self::UnknownVocabulary { .. }
             | Self::FolderInUse { .. }
             | Self::NoRun { .. }
             | Self::Finished { .. }
@@ -294,6 +341,10 @@ impl RunError {
             | Self::Toml(_) => false,
         }
     }
+}
+
+fn spelled(token: Option<&str>) -> String {
+    token.map_or_else(|| "none".to_owned(), |token| format!("`{token}`"))
 }
 
 fn stopped(step: usize, path: &Path) -> String {

@@ -1,8 +1,8 @@
 //! A run from its configuration to its summary, and the folder it leaves.
 //!
 //! [`Workbench`] puts together what a configuration names: the policy, the tasks, the sandbox and
-//! the grader. On it, [`train`] runs GRPO, [`sft`] imitates demonstrations and [`evaluate`]
-//! measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
+//! the grader. On it, [`train`] runs GRPO, [`sft`] imitates demonstrations or a run's own
+//! episodes ([`accept_rollouts`]) and [`evaluate`] measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
 
 mod algorithm;
 mod curriculum;
@@ -16,6 +16,7 @@ mod metrics;
 mod mix;
 mod policy;
 mod ranks;
+mod rejection;
 mod scored;
 mod sft;
 mod sinks;
@@ -32,7 +33,8 @@ pub use self::folder::RunFolder;
 pub(crate) use self::folder::write_atomically;
 pub use self::memory::{keep_to_budget, plan_request};
 pub use self::policy::{Policy, trainable};
-pub use self::sft::{SftOptions, SftOutcome, sft};
+pub use self::rejection::{Accepted, Pick, RejectionSampling, accept_rollouts};
+pub use self::sft::{SftOptions, SftOutcome, demonstration_traces, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};
 pub use self::summary::{Change, Difference, Measured, Summary};
 pub use self::train::{TrainOptions, new_engine, train};

@@ -1,4 +1,4 @@
-//! Supervised fine-tuning from demonstrations to a saved model.
+//! Supervised fine-tuning from demonstrations or episodes to a saved model.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -86,22 +86,16 @@ impl SftOptions<'_> {
     }
 }
 
-/// Tunes `policy` on demonstrations and writes the model to `out`.
+/// Lays demonstrations out as `policy` would have sampled them.
 ///
 /// # Errors
 ///
-/// Fails where an option makes no sense, where a demonstration cannot be rendered, where the model cannot
-/// be trained or measured, or where `out` cannot be written.
-pub fn sft(
-    config: &RunConfig,
-    options: &SftOptions<'_>,
+/// Fails where one cannot be rendered.
+pub fn demonstration_traces(
     demonstrations: &[Vec<Message>],
     policy: &Policy,
     workbench: &Workbench,
-    out: &Path,
-    observer: &mut Observer<'_>,
-) -> Result<SftOutcome, RunError> {
-    options.check()?;
+) -> Result<Vec<TokenTrace>, RunError> {
     let tools = if workbench.uses_tools() {
         ToolEnvironment::tool_specs(SubmissionKind::Code)
     } else {
@@ -118,14 +112,33 @@ pub fn sft(
             &(index + 1).to_string(),
         )?);
     }
+    Ok(traces)
+}
+
+/// Tunes `policy` on traces, whose sampled tokens it imitates, and writes the model to `out`.
+///
+/// # Errors
+///
+/// Fails where an option makes no sense, where the model cannot be trained or measured, or where `out`
+/// cannot be written.
+pub fn sft(
+    config: &RunConfig,
+    options: &SftOptions<'_>,
+    traces: &[TokenTrace],
+    policy: &Policy,
+    workbench: &Workbench,
+    out: &Path,
+    observer: &mut Observer<'_>,
+) -> Result<SftOutcome, RunError> {
+    options.check()?;
     let optimizer = AdamWConfig {
         weight_decay: options.weight_decay,
         ..optimizer_config(config)
     };
-    let request = memory_request(policy_request(config, policy), &traces, options);
+    let request = memory_request(policy_request(config, policy), traces, options);
     let micro = micro_batches(config, policy, &request)?;
     let mut trainer = SftTrainer::new(
-        &traces,
+        traces,
         SftConfig {
             batch_size: options.batch_size,
             micro_batch_tokens: micro.micro_batch_tokens,

@@ -554,6 +554,64 @@ fn sft_learns_its_demonstrations() {
 }
 
 #[test]
+fn sft_imitates_the_episodes_of_a_run_that_passed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    train(&run, &["--set", "trainer.steps=1"]);
+    let passed = episodes(&run, 1)
+        .iter()
+        .filter(|episode| episode.passed == Some(true) && !episode.is_truncated())
+        .map(|episode| (episode.task_id.clone(), episode.trace.ids().to_vec()))
+        .collect::<BTreeSet<_>>();
+    assert!(!passed.is_empty(), "the starter passes some");
+    let out = folder.path().join("tuned");
+    let sft = |extra: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_wardian"))
+            .args([
+                "sft",
+                "--steps",
+                "6",
+                "--batch-size",
+                "8",
+                "--warmup-steps",
+                "0",
+            ])
+            .args(["--learning-rate", "3e-3", "--rollouts"])
+            .arg(&run)
+            .args(extra)
+            .output()
+            .expect("the binary starts")
+    };
+    let output = sft(&["--out", out.to_str().expect("UTF-8")]);
+    let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{messages}");
+    let kept = format!("Rejection sampling kept {} of 16 episodes", passed.len());
+    assert!(messages.contains(&kept), "{kept}: {messages}");
+    let losses: Vec<f64> = messages
+        .lines()
+        .filter_map(|line| line.split("loss ").nth(1)?.split(' ').next()?.parse().ok())
+        .collect();
+    let (first, last) = (losses.first().expect("one"), losses.last().expect("one"));
+    assert!(last < first, "{losses:?}");
+    assert!(out.join("model.safetensors").is_file());
+    // No episode earns that much, and one of both sources is enough.
+    for (extra, expected) in [
+        (
+            ["--min-reward", "7"],
+            "there is nothing to imitate: kept 0 of 16",
+        ),
+        (["--min-reward", "nan"], "`--min-reward` is NaN"),
+        (["--demos", "x"], "cannot be used with"),
+    ] {
+        let other = folder.path().join("other");
+        let output = sft(&[&["--out", other.to_str().expect("UTF-8")], &extra[..]].concat());
+        let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{messages}");
+        assert!(messages.contains(expected), "{messages}");
+    }
+}
+
+#[test]
 fn sft_that_is_asked_to_stop_while_it_measures_keeps_what_it_learned() {
     let folder = tempfile::tempdir().expect("a folder");
     let demos = folder.path().join("demos.jsonl");

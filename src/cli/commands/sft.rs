@@ -1,8 +1,9 @@
-//! `wardian sft`: imitating demonstrations.
+//! `wardian sft`: imitating demonstrations, or what a run did well.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
@@ -11,7 +12,11 @@ use crate::cli::args::{ConfigArgs, require_empty_folder};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted};
-use crate::run::{Policy, RunEvent, SftOptions, read_demonstrations, sft};
+use crate::run::{
+    Pick, Policy, RejectionSampling, RunError, RunEvent, SftOptions, accept_rollouts,
+    demonstration_traces, read_demonstrations, sft,
+};
+use crate::trajectory::TokenTrace;
 
 /// Arguments of `wardian sft`.
 #[derive(Debug, Args)]
@@ -19,8 +24,26 @@ pub(in crate::cli) struct SftArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Demonstrations: JSONL of `{"messages": […]}`
-    #[arg(long, value_name = "FILE")]
-    demos: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "rollouts")]
+    demos: Option<PathBuf>,
+    /// Run folder whose episodes are imitated, those that passed: rejection sampling; give it again for
+    /// further runs
+    #[arg(long, value_name = "RUN", conflicts_with = "demos")]
+    rollouts: Vec<PathBuf>,
+    /// Imitate episodes with at least this reward, in place of those that passed
+    #[arg(
+        long,
+        value_name = "REWARD",
+        requires = "rollouts",
+        allow_negative_numbers = true
+    )]
+    min_reward: Option<f64>,
+    /// Imitate at most so many episodes of each task
+    #[arg(long, value_name = "N", requires = "rollouts")]
+    max_per_task: Option<NonZeroUsize>,
+    /// Which of a task's episodes, where there are more
+    #[arg(long, value_enum, default_value_t, requires = "max_per_task")]
+    pick: PickArg,
     /// Folder of the tuned model or adapter
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -50,6 +73,16 @@ pub(in crate::cli) struct SftArgs {
     stop_at: Option<f64>,
 }
 
+/// Which of a task's episodes are imitated.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum PickArg {
+    /// Those with the fewest sampled tokens
+    #[default]
+    Shortest,
+    /// Any, by `--seed` and the task
+    Random,
+}
+
 pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     require_empty_folder(&args.out)?;
     let stop = setup::stop_on_signals().map_err(Failure::internal)?;
@@ -64,7 +97,15 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         stop: &stop,
     };
     options.check().map_err(Failure::from)?;
-    let demonstrations = read_demonstrations(&args.demos).map_err(Failure::from)?;
+    if args.min_reward.is_some_and(f64::is_nan) {
+        return Err(Failure::usage(anyhow::anyhow!(
+            "`--min-reward` is NaN, which no reward is at least; give a number"
+        )));
+    }
+    let demonstrations = (args.demos.as_ref())
+        .map(|demos| read_demonstrations(demos))
+        .transpose()
+        .map_err(Failure::from)?;
     let resolved = setup::resolve(&args.config)?;
     let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
     let Loaded {
@@ -86,6 +127,11 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     } else {
         setup::load(resolved, sandboxes, true)?
     };
+    let traces = match &demonstrations {
+        Some(demonstrations) => demonstration_traces(demonstrations, &policy, &workbench),
+        None => accept(args, config.seed, &policy, printer),
+    };
+    let traces = traces.map_err(Failure::from)?;
     let mut progress = Progress::new(printer, "step", args.steps);
     let mut observe = |event: RunEvent<'_>| match event {
         RunEvent::SftStep { step, loss } => progress.update(step, &format!("· loss {loss:.3}")),
@@ -102,7 +148,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     let outcome = sft(
         &config,
         &options,
-        &demonstrations,
+        &traces,
         &policy,
         &workbench,
         &args.out,
@@ -121,7 +167,35 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
     printer.note(&format!(
         "Tuned in {} on {}: {out}",
         counted(outcome.steps, "step"),
-        counted(demonstrations.len(), "demonstration"),
+        counted(
+            traces.len(),
+            if demonstrations.is_some() {
+                "demonstration"
+            } else {
+                "episode"
+            }
+        ),
     ));
     Ok(ExitStatus::Success)
+}
+
+/// Returns the episodes to imitate, and tells how many they are of how many.
+fn accept(
+    args: &SftArgs,
+    seed: u64,
+    policy: &Policy,
+    printer: &Printer,
+) -> Result<Vec<TokenTrace>, RunError> {
+    let rules = RejectionSampling {
+        min_reward: args.min_reward,
+        max_per_task: args.max_per_task.map(NonZeroUsize::get),
+        pick: match args.pick {
+            PickArg::Shortest => Pick::Shortest,
+            PickArg::Random => Pick::Random,
+        },
+        seed,
+    };
+    let accepted = accept_rollouts(&args.rollouts, &rules, policy)?;
+    printer.note(&format!("Rejection sampling {accepted}"));
+    Ok(accepted.traces)
 }
