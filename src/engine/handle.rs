@@ -153,6 +153,7 @@ impl EngineHandle {
                     engine,
                     active: BTreeMap::new(),
                     status,
+                    is_broken: false,
                 };
                 worker.run(&inbox);
             })?;
@@ -219,6 +220,8 @@ struct Worker {
     engine: Engine,
     active: BTreeMap<SequenceId, Active>,
     status: Arc<Mutex<EngineStatus>>,
+    /// Whether nothing can be computed any more.
+    is_broken: bool,
 }
 
 impl Drop for Worker {
@@ -242,6 +245,9 @@ impl Worker {
             }
             self.cancel();
             self.step();
+            if self.is_broken {
+                return;
+            }
             self.update_status(false);
         }
     }
@@ -357,9 +363,12 @@ impl Worker {
         }
     }
 
-    /// Ends all requests after a fault of the model: none of them can go on.
+    /// Ends all requests after a fault of the model: none of them can go on. What a GPU met, such as an
+    /// illegal access, it meets in all that follows, so its engine ends; who watches the server starts it
+    /// again.
     fn fail(&mut self, error: &EngineError) {
         tracing::error!(%error, "a step of the engine failed");
+        self.is_broken = !self.engine.decoder().device().is_cpu();
         let ids: Vec<SequenceId> = self.active.keys().copied().collect();
         let ended: Vec<_> = ids
             .into_iter()

@@ -59,7 +59,7 @@ impl Prefilled {
     /// As [`prefill`].
     pub fn new(decoder: &Arc<Decoder>, workload: Workload) -> Result<Self, EngineError> {
         // The first to be done decode while the others are not.
-        let batch = EngineConfig::default().max_batch_tokens;
+        let batch = (EngineConfig::default().max_batch_tokens).max(2 * workload.sequences);
         let prefill_steps = (workload.sequences * workload.prompt_tokens).div_ceil(batch) + 2;
         let (mut engine, ids) = engine(decoder, workload, workload.steps + 2 * prefill_steps)?;
         for id in ids {
@@ -76,11 +76,19 @@ impl Prefilled {
     ///
     /// Fails if the model does.
     pub fn decode(mut self) -> Result<Duration, EngineError> {
+        let before = self.engine.stats().generated_tokens;
         let start = Instant::now();
         for _ in 0..self.workload.steps {
             self.engine.step()?;
         }
-        Ok(start.elapsed())
+        let elapsed = start.elapsed();
+        let generated = self.engine.stats().generated_tokens - before;
+        let expected = (self.workload.sequences * self.workload.steps) as u64;
+        if generated != expected {
+            let message = format!("{generated} tokens were generated in place of {expected}");
+            return Err(EngineError::Step { message });
+        }
+        Ok(elapsed)
     }
 }
 
@@ -91,11 +99,14 @@ fn engine(
     max_new_tokens: usize,
 ) -> Result<(Engine, Vec<SequenceId>), EngineError> {
     let tokens = (workload.prompt_tokens + max_new_tokens).next_multiple_of(KEYS_PER_BLOCK);
+    let default = EngineConfig::default();
     let config = EngineConfig {
         max_running: workload.sequences,
         // A block more for each, or the last would wait for the first.
         max_cache_tokens: workload.sequences * (tokens + KEYS_PER_BLOCK),
-        ..EngineConfig::default()
+        // Room for prompts beside those that decode, or the first would end before the last begin.
+        max_batch_tokens: default.max_batch_tokens.max(2 * workload.sequences),
+        ..default
     };
     let mut engine = Engine::new(Arc::clone(decoder), config)?;
     let params = SamplingParams {
@@ -135,6 +146,18 @@ mod tests {
         assert_eq!(after.generated_tokens - before.generated_tokens, 9 * 5);
         assert_eq!(after.prefill_tokens, 9 * 300);
         assert_eq!(after.evictions, 0);
+    }
+
+    #[test]
+    fn more_sequences_than_fit_a_batch_of_the_default_decode_all_their_steps() {
+        let decoder = toy_decoder();
+        let workload = Workload {
+            sequences: 2100,
+            prompt_tokens: 4,
+            steps: 3,
+        };
+        let prefilled = Prefilled::new(&decoder, workload).unwrap();
+        assert!(prefilled.decode().unwrap() > Duration::ZERO);
     }
 
     #[test]

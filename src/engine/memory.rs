@@ -30,9 +30,14 @@ fn main_memory() -> Option<u64> {
     let used = read(&format!("{group}.current"))
         .as_deref()
         .and_then(number);
+    // What was read of files counts as used, and is given back when memory is wanted.
+    let files = read(&format!("{group}.stat"))
+        .as_deref()
+        .and_then(inactive_file)
+        .unwrap_or(0);
     let group = limit
         .zip(used)
-        .map(|(limit, used)| limit.saturating_sub(used));
+        .map(|(limit, used)| limit.saturating_sub(used.saturating_sub(files)));
     match (system, group) {
         (Some(system), Some(group)) => Some(system.min(group)),
         (system, group) => system.or(group),
@@ -46,6 +51,14 @@ fn mem_available(meminfo: &str) -> Option<u64> {
         .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kilobytes.checked_mul(1024)
+}
+
+/// Reads the line `inactive_file 123` of a control group's counts.
+fn inactive_file(stat: &str) -> Option<u64> {
+    let line = stat
+        .lines()
+        .find_map(|line| line.strip_prefix("inactive_file "))?;
+    number(line)
 }
 
 /// Reads a number of a control group; `max` is no limit.
@@ -62,6 +75,11 @@ mod tests {
         let meminfo = "MemTotal:  100 kB\nMemAvailable:   42 kB\nBuffers: 1 kB\n";
         assert_eq!(mem_available(meminfo), Some(42 * 1024));
         assert_eq!(mem_available("MemTotal: 1 kB"), None);
+        assert_eq!(
+            inactive_file("anon 1\ninactive_file 77\nactive_file 2\n"),
+            Some(77)
+        );
+        assert_eq!(inactive_file("anon 1\n"), None);
         assert_eq!(number("max\n"), None);
         assert_eq!(number("4096\n"), Some(4096));
         let available = available_memory(&Device::Cpu).expect("Linux tells it");

@@ -67,7 +67,7 @@ impl Policy {
             .model
             .adapter
             .as_ref()
-            .map(|path| LoraAdapter::load(path.as_ref(), held.computed_in, &device))
+            .map(|path| LoraAdapter::load(path.as_ref(), DType::F32, &device))
             .transpose()?;
         let trainable = match (&adapter, trainable) {
             // An adapter to measure, or to go on from, brings its own shape.
@@ -219,18 +219,37 @@ pub fn trainable(config: &RunConfig) -> Trainable {
 }
 
 fn device(device: config::Device, gpu: usize) -> Result<Device, RunError> {
-    // A stream of its own: the default one is another in each thread, and a server's engine has a thread
-    // of its own.
-    let cuda = || Device::new_cuda_with_stream(gpu);
     match device {
         config::Device::Cpu => Ok(Device::Cpu),
-        config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda().unwrap_or(Device::Cpu)),
+        config::Device::Auto if cfg!(feature = "cuda") => Ok(cuda(gpu).unwrap_or_else(|error| {
+            tracing::warn!(%error, "there is no GPU that can be used; the model runs on the CPU");
+            Device::Cpu
+        })),
         config::Device::Auto => Ok(Device::Cpu),
-        config::Device::Cuda => cuda().map_err(|error| RunError::Device {
+        config::Device::Cuda => cuda(gpu).map_err(|error| RunError::Device {
             device: "cuda",
             remedy: format!("build with `--features cuda` on a machine with a GPU ({error})"),
         }),
     }
+}
+
+/// Opens GPU number `gpu` with a stream of its own: the default one is another in each thread, and a
+/// server's engine has a thread of its own.
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "events that order streams are switched off")]
+fn cuda(gpu: usize) -> candle_core::Result<Device> {
+    let device = Device::new_cuda_with_stream(gpu)?;
+    if let Device::Cuda(cuda) = &device {
+        // SAFETY: all that runs on this device, our kernels and candle's, runs on its one stream, in the
+        // order in which it was launched, so that no event need order it. Each would cost calls of the driver.
+        unsafe { cuda.disable_event_tracking() };
+    }
+    Ok(device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(gpu: usize) -> candle_core::Result<Device> {
+    Device::new_cuda_with_stream(gpu)
 }
 
 /// How a run holds a model.
@@ -238,7 +257,7 @@ fn device(device: config::Device, gpu: usize) -> Result<Device, RunError> {
 pub(super) struct Held {
     /// What weights are read as.
     read_as: DType,
-    /// What hidden states, keys and values, and adapters are held and computed in.
+    /// What hidden states, and keys and values, are held and computed in. Adapters are in `f32`.
     pub(super) computed_in: DType,
     /// How the CPU keeps the matrices that no training changes.
     pub(super) format: WeightFormat,

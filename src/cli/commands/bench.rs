@@ -154,7 +154,7 @@ pub(in crate::cli) fn run(args: &BenchArgs, printer: &Printer) -> Outcome {
     let decoder = &loaded.policy.decoder;
     let peer = args.endpoint.as_deref().map(Peer::new).transpose();
     let peer = peer.map_err(Failure::usage)?;
-    let mut results = Vec::new();
+    let (mut results, mut sent) = (Vec::new(), 0);
     for &batch in &args.batch {
         let workload = Workload {
             sequences: batch,
@@ -169,13 +169,13 @@ pub(in crate::cli) fn run(args: &BenchArgs, printer: &Printer) -> Outcome {
             ours = ours.shorter(times.map_err(Failure::from)?);
             if let Some(peer) = &peer {
                 let vocab_size = decoder.config().vocab_size;
-                let times = peer.measure(workload, vocab_size, round);
+                let times = peer.measure(workload, vocab_size, &mut sent);
                 theirs = theirs.shorter(times.map_err(Failure::usage)?);
             }
         }
         printer.redraw("");
         let ours = ours.speed(workload);
-        let peer = peer.as_ref().map(|_| theirs.speed(workload));
+        let peer = (peer.as_ref()).map(|_| Peer::times(theirs).speed(workload));
         results.push(BatchResult {
             batch,
             ours,
@@ -306,22 +306,33 @@ impl Peer {
         })
     }
 
-    /// Runs the workload once: prompts up to one token, then other prompts up to all.
+    /// Runs the workload once: prompts up to one token, then other prompts up to all. `decode` is the time
+    /// of the latter whole, of which [`Peer::times`] makes that of decoding. No prompt is sent twice, or
+    /// the server would find it in its prefix cache; `sent` counts them.
     fn measure(
         &self,
         workload: Workload,
         vocab_size: usize,
-        round: usize,
+        sent: &mut usize,
     ) -> anyhow::Result<Times> {
-        // Prompts that the server has not seen, or it would find them in its prefix cache.
-        let first = 2 * round * workload.sequences;
-        let prefill = self.complete(workload, vocab_size, first, 1)?;
-        let first = first + workload.sequences;
-        let all = self.complete(workload, vocab_size, first, workload.steps + 1)?;
+        let mut complete = |new_tokens| {
+            let first = *sent;
+            *sent += workload.sequences;
+            self.complete(workload, vocab_size, first, new_tokens)
+        };
         Ok(Times {
-            prefill,
-            decode: all.saturating_sub(prefill),
+            prefill: complete(1)?,
+            decode: complete(workload.steps + 1)?,
         })
+    }
+
+    /// Returns the times of prompts and of decoding, of the shortest of each: those of one round may have
+    /// been disturbed apart.
+    fn times(shortest: Times) -> Times {
+        Times {
+            decode: shortest.decode.saturating_sub(shortest.prefill),
+            ..shortest
+        }
     }
 
     /// Sends all prompts at a time; returns when the last answer is there.

@@ -721,6 +721,10 @@ impl Decoder {
                 let Some(segments) = tails else {
                     return Ok(hidden);
                 };
+                // A chunk that completes no prompt. A kernel for no elements cannot be launched on a GPU.
+                if segments.is_empty() {
+                    return Ok(hidden.narrow(0, 0, 0)?);
+                }
                 let ends = segments.iter().map(|&segment| {
                     let end = batch.segments()[segment].end - 1;
                     u32::try_from(end).expect("batches are bounded")

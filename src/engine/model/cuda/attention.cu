@@ -58,6 +58,7 @@ struct Softmax {
 __device__ inline void clear(Softmax &s) {
     s.max = MINUS_INFINITY;
     s.sum = 0;
+    #pragma unroll
     for (u32 j = 0; j < SLICES; j++) s.values[j] = 0;
 }
 
@@ -71,11 +72,13 @@ __device__ inline void merge(Softmax &all, const Softmax &next) {
     const wide old_share = exp_wide(all.max - max), new_share = exp_wide(next.max - max);
     all.max = max;
     all.sum = fma_wide(all.sum, old_share, next.sum * new_share);
+    #pragma unroll
     for (u32 j = 0; j < SLICES; j++) all.values[j] = fma_wide(all.values[j], old_share, next.values[j] * new_share);
 }
 
 __device__ inline void write_out(real *out, const Softmax &s, u32 lane) {
     const wide inverse = (wide)1 / s.sum;
+    #pragma unroll
     for (u32 j = 0; j < SLICES; j++) {
         const u32 d = lane + WARP * j;
         if (d < HEAD_DIM) out[d] = narrow(s.values[j] * inverse);
@@ -113,6 +116,7 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
     // Rows of a warp are WARPS apart, so that few rows use all warps. A row beyond the last sees no key.
     u32 seen[ROWS];
     Softmax all[ROWS];
+    #pragma unroll
     for (u32 r = 0; r < ROWS; r++) {
         const u32 row = first_row + r * WARPS + warp;
         seen[r] = row < last_row ? history + row / GROUP + 1 : 0;
@@ -123,6 +127,7 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
     const u32 end_span = gridDim.z > 1 ? blockIdx.z + 1 : (longest + SPAN - 1) / SPAN;
     for (u32 span = first_span; span < end_span; span++) {
         Softmax part[ROWS];
+        #pragma unroll
         for (u32 r = 0; r < ROWS; r++) clear(part[r]);
         const u32 end = (span + 1) * SPAN < longest ? (span + 1) * SPAN : longest;
         for (u32 first_key = span * SPAN; first_key < end; first_key += KEYS) {
@@ -136,15 +141,18 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
             }
             __syncthreads();
             wide score[ROWS];
+            #pragma unroll
             for (u32 r = 0; r < ROWS; r++) score[r] = 0;
             for (u32 d = 0; d < HEAD_DIM; d += 2) {
                 wide first, second;
                 two(keys + lane * KEY_STRIDE + d, first, second);
+                #pragma unroll
                 for (u32 r = 0; r < ROWS; r++) {
                     const wide *query = queries + (r * WARPS + warp) * HEAD_DIM + d;
                     score[r] = fma_wide(query[1], second, fma_wide(query[0], first, score[r]));
                 }
             }
+            #pragma unroll
             for (u32 r = 0; r < ROWS; r++) {
                 // The same for all lanes of a warp.
                 if (seen[r] <= first_key) continue;
@@ -157,12 +165,14 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
                 const wide weight = lane < visible ? exp_wide(masked - max) : 0;
                 s.max = max;
                 s.sum = fma_wide(s.sum, share, warp_sum(weight));
+                #pragma unroll
                 for (u32 j = 0; j < SLICES; j++) s.values[j] *= share;
                 wide *shares = weights + (r * WARPS + warp) * KEYS;
                 shares[lane] = weight;
                 __syncwarp();
                 for (u32 key = 0; key < visible; key++) {
                     const wide w = shares[key];
+                    #pragma unroll
                     for (u32 j = 0; j < SLICES; j++) {
                         const u32 d = lane + WARP * j;
                         if (d < HEAD_DIM) s.values[j] = fma_wide(w, widen(values[key * HEAD_DIM + d]), s.values[j]);
@@ -170,11 +180,13 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
                 }
             }
         }
+        #pragma unroll
         for (u32 r = 0; r < ROWS; r++) {
             if (seen[r] > span * SPAN) merge(all[r], part[r]);
         }
     }
 
+    #pragma unroll
     for (u32 r = 0; r < ROWS; r++) {
         const u32 row = first_row + r * WARPS + warp;
         if (row >= last_row || seen[r] <= first_span * SPAN) continue;
@@ -184,6 +196,7 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
             continue;
         }
         wide *part = spans + ((u64)blockIdx.z * tokens * heads + head) * (HEAD_DIM + 2);
+        #pragma unroll
         for (u32 j = 0; j < SLICES; j++) {
             const u32 d = lane + WARP * j;
             if (d < HEAD_DIM) part[d] = all[r].values[j];
@@ -195,19 +208,19 @@ extern "C" __global__ void attend(real *out, wide *spans, const real *q, const r
     }
 }
 
-// Puts together what `attend` has left in `spans`; a warp has one head of one token. `meta` holds each token's position
-// from `positions_at` on.
-extern "C" __global__ void merge_spans(real *out, const wide *spans, const u32 *meta, u32 positions_at, u32 tokens,
-                                       u32 heads) {
+// Puts together what `attend` has left in `spans`; a warp has one head of one token. `meta` begins with each token's
+// position.
+extern "C" __global__ void merge_spans(real *out, const wide *spans, const u32 *meta, u32 tokens, u32 heads) {
     const u32 lane = threadIdx.x % WARP;
     const u32 head = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (head >= tokens * heads) return;
-    const u32 seen = meta[positions_at + head / heads] + 1;
+    const u32 seen = meta[head / heads] + 1;
     Softmax all;
     clear(all);
     for (u32 span = 0; span * SPAN < seen; span++) {
         const wide *part = spans + ((u64)span * tokens * heads + head) * (HEAD_DIM + 2);
         Softmax next;
+        #pragma unroll
         for (u32 j = 0; j < SLICES; j++) {
             const u32 d = lane + WARP * j;
             next.values[j] = d < HEAD_DIM ? part[d] : 0;

@@ -132,7 +132,6 @@ impl Kernel for Attend<'_> {
             shared_bytes: 0,
             operands: vec![Operand::Target, Operand::Scratch, Operand::Input(2)],
             scalars: vec![
-                Scalar::U32(0),
                 Scalar::u32(step.tokens)?,
                 Scalar::u32(shape.heads)?,
             ],

@@ -34,10 +34,12 @@ __device__ inline real narrow(wide x) {
     }
     return y;
 }
-#else
+#elif defined(REAL_F32)
 typedef float real;
 __device__ inline wide widen(real x) { return x; }
 __device__ inline real narrow(wide x) { return x; }
+#else
+#error "kernels are for REAL_F64, REAL_F32 or REAL_BF16"
 #endif
 #endif
 

@@ -1,14 +1,15 @@
 //! Launching kernels on a GPU.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUdevice_attribute, CUdeviceptr, CUfunction_attribute,
 };
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaFunction, CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _, LaunchConfig,
-    PushKernelArg as _, SyncOnDrop,
+    CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _,
+    LaunchConfig, PushKernelArg as _, SyncOnDrop,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 use candle_core::cuda_backend::{CudaStorageSlice, DeviceId};
@@ -19,10 +20,17 @@ use super::{COMMON, DEVICE, Launch, Operand, Scalar, Source, Variant};
 /// Shared memory that a kernel has without asking.
 const SHARED_BYTES: usize = 48 << 10;
 
-type Name = (DeviceId, Source, Variant, &'static str);
+/// A source that is compiled for a variant and loaded on a device, by its name.
+type Name = (DeviceId, &'static str, Variant);
 
-/// Kernels that are compiled and loaded.
-static FUNCTIONS: LazyLock<Mutex<HashMap<Name, CudaFunction>>> = LazyLock::new(Mutex::default);
+static KERNELS: LazyLock<Mutex<HashMap<Name, Kernels>>> = LazyLock::new(Mutex::default);
+
+/// A source's kernels.
+struct Kernels {
+    module: Arc<CudaModule>,
+    /// Those that were launched.
+    functions: HashMap<&'static str, CudaFunction>,
+}
 
 /// Runs launches one after the other; `inputs` must lie without gaps.
 #[expect(
@@ -93,14 +101,42 @@ fn number(value: usize) -> candle_core::Result<u32> {
     u32::try_from(value).map_err(candle_core::Error::wrap)
 }
 
-/// Returns the kernel of a launch, compiled and loaded at its first use.
+/// Returns the kernel of a launch; its source is compiled and loaded at its first use.
 fn function(device: &CudaDevice, launch: &Launch) -> candle_core::Result<CudaFunction> {
-    let (source, variant) = (launch.source, &launch.variant);
-    let name: Name = (device.id(), source, variant.clone(), launch.function);
-    let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(function) = functions.get(&name) {
+    let name: Name = (device.id(), launch.source.name, launch.variant.clone());
+    let mut all = KERNELS.lock().unwrap_or_else(PoisonError::into_inner);
+    let kernels = match all.entry(name) {
+        Entry::Occupied(entry) => entry.into_mut(),
+        Entry::Vacant(entry) => entry.insert(Kernels {
+            module: load(device, launch.source, &launch.variant)?,
+            functions: HashMap::new(),
+        }),
+    };
+    if let Some(function) = kernels.functions.get(launch.function) {
         return Ok(function.clone());
     }
+    let function = (kernels.module)
+        .load_function(launch.function)
+        .map_err(candle_core::Error::wrap)?;
+    if launch.shared_bytes > SHARED_BYTES {
+        let bytes = i32::try_from(launch.shared_bytes).map_err(candle_core::Error::wrap)?;
+        function
+            .set_attribute(
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                bytes,
+            )
+            .map_err(candle_core::Error::wrap)?;
+    }
+    kernels.functions.insert(launch.function, function.clone());
+    Ok(function)
+}
+
+/// Compiles a source and loads it.
+fn load(
+    device: &CudaDevice,
+    source: Source,
+    variant: &Variant,
+) -> candle_core::Result<Arc<CudaModule>> {
     let stream = device.cuda_stream();
     let context = stream.context();
     let attribute = |attribute| {
@@ -125,23 +161,9 @@ fn function(device: &CudaDevice, launch: &Launch) -> candle_core::Result<CudaFun
     let compiled = compile_ptx_with_opts(text, options)
         .map_err(|error| candle_core::Error::msg(format!("{} kernels: {error}", source.name)))?;
     tracing::debug!(source = source.name, ?variant, "compiled kernels");
-    let module = context
+    context
         .load_module(compiled)
-        .map_err(candle_core::Error::wrap)?;
-    let function = module
-        .load_function(launch.function)
-        .map_err(candle_core::Error::wrap)?;
-    if launch.shared_bytes > SHARED_BYTES {
-        let bytes = i32::try_from(launch.shared_bytes).map_err(candle_core::Error::wrap)?;
-        function
-            .set_attribute(
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                bytes,
-            )
-            .map_err(candle_core::Error::wrap)?;
-    }
-    functions.insert(name, function.clone());
-    Ok(function)
+        .map_err(candle_core::Error::wrap)
 }
 
 macro_rules! slices {

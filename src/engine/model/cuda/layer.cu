@@ -29,10 +29,10 @@ extern "C" __global__ void add_norm(real *y, const real *x, const real *delta, c
 }
 
 // Normalises each head with `weight`, if `has_norm`, and rotates it by its token's position. x and y: [tokens, heads,
-// head_dim]; `table`: for each position head_dim / 2 cosines, then as many sines. `meta` holds the positions from
-// `positions_at` on. A warp has one head.
+// head_dim]; `table`: for each position head_dim / 2 cosines, then as many sines. `meta` begins with the positions. A
+// warp has one head.
 extern "C" __global__ void rotate(real *y, const real *x, const real *weight, const wide *table, const u32 *meta,
-                                  u32 positions_at, u32 tokens, u32 heads, u32 head_dim, u32 has_norm, double eps) {
+                                  u32 tokens, u32 heads, u32 head_dim, u32 has_norm, double eps) {
     SHARED_BYTES(shared);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half = head_dim / 2;
     const u64 head = (u64)blockIdx.x * NORM_WARPS + warp;
@@ -48,7 +48,7 @@ extern "C" __global__ void rotate(real *y, const real *x, const real *weight, co
         for (u32 d = lane; d < head_dim; d += WARP) values[d] = widen(narrow(values[d] * scale * widen(weight[d])));
     }
     __syncwarp();
-    const wide *angles = table + (u64)meta[positions_at + head / heads] * head_dim;
+    const wide *angles = table + (u64)meta[head / heads] * head_dim;
     for (u32 d = lane; d < half; d += WARP) {
         const wide low = values[d], high = values[half + d], cosine = angles[d], sine = angles[half + d];
         y[head * head_dim + d] = narrow(low * cosine - high * sine);

@@ -256,7 +256,6 @@ impl Kernel for Rotate {
             ],
             // Positions come first in a step's numbers.
             scalars: vec![
-                Scalar::U32(0),
                 Scalar::u32(self.tokens)?,
                 Scalar::u32(self.heads)?,
                 Scalar::u32(self.head_dim)?,

@@ -43,12 +43,10 @@ impl PagedStep {
         let segments = || batch.segments().iter().zip(rows.lengths());
         let query_rows = |tokens: usize| tokens * group;
         let most = segments().map(|(s, _)| query_rows(s.len())).max();
-        // One row for each warp, or some that share what the warp reads.
-        let rows_of_warp = if most.unwrap_or(0) <= WARPS {
-            1
-        } else {
-            MANY_ROWS
-        };
+        // One row for each warp, or some that share what the warp reads. A kernel is compiled for each
+        // number of them.
+        let rows_of_warp = most.unwrap_or(0).div_ceil(WARPS).next_power_of_two();
+        let rows_of_warp = rows_of_warp.min(MANY_ROWS);
         let tile = WARPS * rows_of_warp;
 
         let mut meta = batch.positions().to_vec();

@@ -197,6 +197,9 @@ fn fill_pairs<T: Real>(values: &mut [u32], weight: &[T], inputs: usize) {
 /// Rounds to the nearest, ties to even; what would become infinite is cut off instead.
 fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
+    if value.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     match f32::from_bits(rounded << 16).is_finite() {
         true => rounded as u16,
