@@ -306,6 +306,8 @@ fn every_key() -> RunConfig {
     config.task.grader = Some(String::new());
     config.task.limit = Some(1);
     config.rollout.max_thinking_tokens = Some(1);
+    config.rollout.max_step_tokens = Some(1);
+    config.rollout.deadline = Some(std::time::Duration::from_secs(1));
     config.rollout.tool_call_format = Some(crate::chat::ToolCallFormat::Hermes);
     config.rollout.system_prompt = Some(String::new());
     config.trainer.dual_clip = Some(3.0);

@@ -314,6 +314,20 @@ pub struct RolloutConfig {
     pub max_total_tokens: usize,
     /// Tokens whose keys and values are held at one time, which bounds memory; 65536 unless given.
     pub max_cache_tokens: usize,
+    /// Tokens that an episode may sample in one step, after which it waits and goes on in the next with the
+    /// weights of then (partial rollouts); a step learns from the groups that are whole. Without bound
+    /// unless given: a step waits for its longest episode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_step_tokens: Option<usize>,
+    /// With `max_step_tokens`, steps after which a group is waited for; 4 unless given.
+    pub max_off_policy_steps: u64,
+    /// Wall-clock time of an episode in one step, its waits for others included; without bound unless
+    /// given. An episode that meets it is left out of learning: it says something about the machine.
+    #[serde(
+        with = "units::optional_duration",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub deadline: Option<Duration>,
     /// Divides the logits before sampling and in every log-probability; 1.0 unless given.
     pub temperature: f64,
     /// Whether the chat template lets the policy reason first; false unless given.
@@ -343,6 +357,9 @@ impl Default for RolloutConfig {
             max_new_tokens: 512,
             max_total_tokens: 4096,
             max_cache_tokens: 65_536,
+            max_step_tokens: None,
+            max_off_policy_steps: 4,
+            deadline: None,
             temperature: 1.0,
             enable_thinking: false,
             max_thinking_tokens: None,
@@ -539,6 +556,12 @@ pub struct TrainerConfig {
     pub overlong_weight: f64,
     /// Passes over the episodes of a step; 1 unless given, which is on-policy.
     pub num_iterations: usize,
+    /// Steps that an episode's policy may lie behind the one that learns from it. At 0, which is the
+    /// default, a step samples its episodes and then learns from them. At 1 the next step's episodes are
+    /// sampled while a step computes its gradient, with the weights that it has; ratios then compare with
+    /// that policy, or with `sampler_correction` with the one before the update, and the correction's
+    /// weights stand for the step between them.
+    pub async_level: u64,
     /// The most processes that can share the run; 1 unless given. A step's groups are divided into so
     /// many parts, which are learned from each by itself, so that on CPUs the numbers are the same, to the
     /// bit, for any number of processes up to it.
@@ -620,6 +643,7 @@ impl Default for TrainerConfig {
             overlong_margin: 512,
             overlong_weight: 1.0,
             num_iterations: 1,
+            async_level: 0,
             max_processes: 1,
             mask_truncated: false,
             micro_batch_tokens: 16_384,

@@ -207,6 +207,42 @@ impl RunConfig {
             ),
         );
         issues.require(
+            rollout.max_step_tokens != Some(0),
+            "rollout.max_step_tokens",
+            0,
+            "make it at least 1, or leave it out",
+        );
+        issues.require(
+            (1..=1000).contains(&rollout.max_off_policy_steps),
+            "rollout.max_off_policy_steps",
+            rollout.max_off_policy_steps,
+            "make it from 1 to 1000",
+        );
+        issues.require(
+            rollout.deadline != Some(Duration::ZERO),
+            "rollout.deadline",
+            "0s",
+            "make it longer than any episode, or leave it out",
+        );
+        if let Some(tokens) = rollout.max_step_tokens {
+            for (holds, why) in [
+                (
+                    !self.trainer.dynamic_sampling,
+                    "leave it out: with `trainer.dynamic_sampling` a step's groups have to be whole",
+                ),
+                (
+                    self.trainer.max_processes == 1,
+                    "leave it out: with `trainer.max_processes` above 1 no process keeps episodes",
+                ),
+                (
+                    rollout.max_thinking_tokens.is_none(),
+                    "leave it out: with `rollout.max_thinking_tokens` a turn cannot be continued",
+                ),
+            ] {
+                issues.require(holds, "rollout.max_step_tokens", tokens, why);
+            }
+        }
+        issues.require(
             rollout.temperature > 0.0 && rollout.temperature <= 10.0,
             "rollout.temperature",
             rollout.temperature,
@@ -324,6 +360,12 @@ impl RunConfig {
             "trainer.num_iterations",
             trainer.num_iterations,
             "make it at least 1",
+        );
+        issues.require(
+            trainer.async_level <= 1,
+            "trainer.async_level",
+            trainer.async_level,
+            "make it 0, or 1 for episodes that are one step old",
         );
         issues.require(
             (1..=self.rollout.groups_per_step).contains(&trainer.max_processes),

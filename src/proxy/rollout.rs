@@ -67,6 +67,7 @@ fn trajectory(graph: &CallGraph, row: Row, labels: &RowLabels) -> Option<Traject
         group: labels.group,
         sample: labels.sample,
         policy_step: labels.policy_step,
+        segments: Vec::new(),
         messages,
         turns,
         trace: row.trace,

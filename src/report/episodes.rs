@@ -188,6 +188,7 @@ mod tests {
             group,
             sample,
             policy_step: 0,
+            segments: Vec::new(),
             messages: vec![],
             turns: vec![],
             trace,

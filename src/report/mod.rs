@@ -239,6 +239,7 @@ mod tests {
             group: 0,
             sample: 0,
             policy_step: 0,
+            segments: Vec::new(),
             messages: vec![],
             turns: vec![],
             trace,

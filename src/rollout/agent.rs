@@ -1,12 +1,15 @@
 //! The tool loop of one episode.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use indexmap::IndexMap;
 
+use super::RolloutError;
 use crate::causes::with_causes;
 use crate::chat::{Message, ToolCallFormat, parse_turn_as};
-use crate::engine::FinishReason;
+use crate::engine::{EngineError, FinishReason};
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
-use crate::trajectory::{Finish, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
+use crate::trajectory::{Finish, Segment, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
 
 /// A turn as the engine sampled it.
 #[derive(Debug, Clone)]
@@ -26,6 +29,9 @@ pub(super) struct SampledTurn {
     /// Seconds since the turn was asked for.
     pub(super) seconds: f64,
 }
+
+/// Returns the text of tokens.
+pub(super) type Decode<'a> = dyn Fn(&[u32]) -> Result<String, EngineError> + 'a;
 
 /// One episode: an environment, the conversation so far and its token trace.
 ///
@@ -61,6 +67,7 @@ impl Episode {
                 group,
                 sample,
                 policy_step,
+                segments: Vec::new(),
                 messages,
                 turns: Vec::new(),
                 trace: TokenTrace::new(),
@@ -87,6 +94,80 @@ impl Episode {
 
     pub(super) fn trace_mut(&mut self) -> &mut TokenTrace {
         &mut self.trajectory.trace
+    }
+
+    pub(super) fn trajectory(&self) -> &Trajectory {
+        &self.trajectory
+    }
+
+    /// Notes that the policy of `policy_step` samples what begins at `start` of the trace.
+    pub(super) fn go_on(&mut self, start: usize, policy_step: u64) {
+        let trajectory = &mut self.trajectory;
+        let last = trajectory.segments.last();
+        let last = last.map_or(trajectory.policy_step, |segment| segment.policy_step);
+        if last != policy_step {
+            trajectory.segments.push(Segment { start, policy_step });
+        }
+    }
+
+    /// Returns an episode that was saved between two turns or within one, with `environment` brought to
+    /// where it was.
+    ///
+    /// # Errors
+    ///
+    /// Returns the trajectory, failed, where the environment does not answer as it did.
+    pub(super) fn replay(
+        environment: Box<dyn Environment>,
+        trajectory: Trajectory,
+        decode: &Decode<'_>,
+        format: ToolCallFormat,
+    ) -> Result<Self, Trajectory> {
+        let mut episode = Self {
+            environment,
+            trajectory,
+        };
+        let replayed = catch_unwind(AssertUnwindSafe(|| episode.answer_again(decode, format)));
+        let error = match replayed {
+            Ok(Ok(())) => return Ok(episode),
+            Ok(Err(error)) => error,
+            Err(_) => RolloutError::Replay {
+                task: episode.task_id().to_owned(),
+            },
+        };
+        episode.fail(&error);
+        Err(episode.into_trajectory())
+    }
+
+    /// Lets the environment answer all turns again.
+    fn answer_again(
+        &mut self,
+        decode: &Decode<'_>,
+        format: ToolCallFormat,
+    ) -> Result<(), RolloutError> {
+        let trajectory = &self.trajectory;
+        let differs = || RolloutError::Replay {
+            task: trajectory.task_id.clone(),
+        };
+        let mut said = self.environment.reset();
+        let mut place = 0;
+        for turn in &trajectory.turns {
+            if trajectory.messages.get(place..turn.message) != Some(&said[..]) {
+                return Err(differs());
+            }
+            let ids = &trajectory.trace.ids()[turn.tokens.clone()];
+            // Without the token that ended the turn: one that was cut off would have ended the episode.
+            let text = decode(&ids[..ids.len().saturating_sub(1)])?;
+            let parsed = parse_turn_as(&text, format, self.environment.tools());
+            let result = self.environment.step(&parsed).map_err(|_| differs())?;
+            if result.done {
+                return Err(differs());
+            }
+            (said, place) = (result.observation, turn.message + 1);
+        }
+        if trajectory.messages.get(place..) != Some(&said[..]) {
+            return Err(differs());
+        }
+        Ok(())
     }
 
     /// Takes a sampled turn and returns the messages that answer it, or `None` at the end.
@@ -296,5 +377,68 @@ mod tests {
             [Message::tool("f")]
         );
         assert_eq!(take(ToolCallFormat::Hermes, llama, &[true]).1, []);
+    }
+
+    fn decode(ids: &[u32]) -> Result<String, EngineError> {
+        let call = |id| format!(r#"<tool_call>{{"name": "f{id}", "arguments": {{}}}}</tool_call>"#);
+        Ok(ids.iter().map(call).collect())
+    }
+
+    /// An episode of two turns, each a call and the token that ends it.
+    fn two_turns() -> Trajectory {
+        let mut episode = Episode::start(Box::new(Echo), "task", 0, 0, 3);
+        for id in [7, 8] {
+            let said = episode.take_turn(&SampledTurn {
+                tokens: vec![id, 2],
+                logprobs: vec![-0.5; 2],
+                is_sampled: vec![true; 2],
+                text: decode(&[id]).unwrap(),
+                format: ToolCallFormat::Hermes,
+                finish: FinishReason::Stop,
+                seconds: 0.0,
+            });
+            assert_eq!(said.unwrap(), [Message::tool(format!("f{id}"))]);
+            episode.trace_mut().push_observation(&[9]);
+        }
+        episode.into_trajectory()
+    }
+
+    #[test]
+    fn a_saved_episode_goes_on_where_its_environment_says_the_same_again() {
+        let saved = two_turns();
+        let replay = |saved: Trajectory| {
+            Episode::replay(Box::new(Echo), saved, &decode, ToolCallFormat::Hermes)
+        };
+        let mut episode = replay(saved.clone()).unwrap();
+        assert_eq!(episode.trajectory(), &saved);
+        // Later policies are noted once each.
+        let length = saved.trace.len();
+        episode.go_on(length, 3);
+        episode.go_on(length, 4);
+        episode.go_on(length + 5, 4);
+        let segment = Segment {
+            start: length,
+            policy_step: 4,
+        };
+        assert_eq!(episode.into_trajectory().segments, [segment]);
+
+        // Another answer, an opening of another kind, one message too many: ours to answer for.
+        let tampered = |change: &dyn Fn(&mut Vec<Message>)| {
+            let mut saved = saved.clone();
+            change(&mut saved.messages);
+            saved
+        };
+        for saved in [
+            tampered(&|messages| messages[2] = Message::tool("f9")),
+            tampered(&|messages| messages[0] = Message::user("say nothing")),
+            tampered(&|messages| messages.push(Message::tool("f9"))),
+        ] {
+            let failed = replay(saved).unwrap_err();
+            assert_eq!((failed.reward, failed.passed), (None, None));
+            let Status::Failed { reason } = failed.status else {
+                unreachable!("it has failed");
+            };
+            assert!(reason.contains("does not answer as it did"), "{reason}");
+        }
     }
 }

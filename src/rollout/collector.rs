@@ -6,10 +6,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use super::agent::{Episode, SampledTurn};
+use super::paused::{OpenTurn, Origin, PausedEpisode, PausedGroup};
+use super::tools::spawn_tools;
 use super::{RolloutError, RolloutGroup, derive_seed};
 use crate::chat::{ChatTemplate, Message, RenderOptions, ToolCallFormat, ToolSpec};
-use crate::engine::{Engine, Finished, SamplingParams, SequenceId, SequenceSeed, Tokenizer};
+use crate::engine::{
+    Engine, FinishReason, Finished, SamplingParams, SequenceId, SequenceSeed, Tokenizer,
+};
 use crate::env::Environment;
 
 /// How long a request to stop may go unnoticed while tools run.
@@ -28,6 +34,9 @@ pub struct CollectorConfig {
     pub use_tools: bool,
     /// How the model writes tool calls; as its chat template says unless given.
     pub tool_call_format: Option<ToolCallFormat>,
+    /// Wall-clock time of an episode in one collection, of which its tools' calls have deadlines of their
+    /// own. One that takes longer has failed, by our fault.
+    pub deadline: Option<Duration>,
 }
 
 /// The episodes of one task that [`Collector::collect`] is to run.
@@ -74,7 +83,7 @@ impl CollectionSeed<'_> {
 }
 
 /// What one collection cost.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CollectorStats {
     /// Sampled tokens.
     pub sampled_tokens: u64,
@@ -90,7 +99,28 @@ pub struct Collector<'a> {
     template: &'a ChatTemplate,
     config: &'a CollectorConfig,
     tool_call_format: ToolCallFormat,
+    policy_step: Option<u64>,
     stop: Option<&'a AtomicBool>,
+}
+
+/// When episodes wait for the next step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PauseRule {
+    /// Tokens that an episode may sample in this step.
+    pub max_step_tokens: usize,
+    /// Groups that began before this step are waited for.
+    pub oldest: u64,
+}
+
+impl PauseRule {
+    /// Returns how many tokens the episodes of a group may sample.
+    fn left(self, origin: Origin) -> usize {
+        if origin.step < self.oldest {
+            usize::MAX
+        } else {
+            self.max_step_tokens
+        }
+    }
 }
 
 /// An episode whose sequence is in the engine.
@@ -98,7 +128,39 @@ pub struct Collector<'a> {
 struct Running {
     group: usize,
     episode: Episode,
+    /// What its turn had before it was continued.
+    turn: OpenTurn,
+    /// Tokens of a turn at the most.
+    max_new_tokens: usize,
+    /// Tokens that it may still sample before it is paused.
+    left: usize,
+    /// When it has taken too long.
+    deadline: Option<Instant>,
     since: Instant,
+}
+
+impl Running {
+    fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|deadline| now > deadline)
+    }
+}
+
+/// What is collected.
+#[derive(Debug, Default)]
+struct Collection {
+    groups: Vec<PausedGroup>,
+    running: HashMap<SequenceId, Running>,
+    /// Episodes that run, or are at their tools.
+    active: usize,
+    done: usize,
+    stats: CollectorStats,
+}
+
+/// What an episode does behind an answer.
+enum Next {
+    Turn,
+    Pause,
+    End,
 }
 
 /// An episode back from its tools, with what they said; `None` at its end.
@@ -119,7 +181,17 @@ impl<'a> Collector<'a> {
             template,
             config,
             tool_call_format: config.tool_call_format.unwrap_or_else(detect),
+            policy_step: None,
             stop: None,
+        }
+    }
+
+    /// Says which step the policy is before, if not that of the collection.
+    #[must_use]
+    pub fn of_policy(self, step: u64) -> Self {
+        Self {
+            policy_step: Some(step),
+            ..self
         }
     }
 
@@ -149,84 +221,288 @@ impl<'a> Collector<'a> {
         progress: &mut dyn FnMut(usize),
     ) -> Result<(Vec<RolloutGroup>, CollectorStats), RolloutError> {
         let started = Instant::now();
-        let mut groups: Vec<Vec<Episode>> = Vec::with_capacity(requests.len());
-        let mut task_ids = Vec::with_capacity(requests.len());
-        let mut running = HashMap::new();
-        for (group, request) in requests.into_iter().enumerate() {
-            groups.push(Vec::with_capacity(request.environments.len()));
-            task_ids.push(request.task_id.clone());
-            self.start_group(group, request, seed, &mut running)?;
+        let mut all = Collection::default();
+        for request in requests {
+            self.start_group(request, seed, usize::MAX, &mut all)?;
         }
-        let total = running.len();
-        let mut done = 0;
-        let mut stats = CollectorStats::default();
-        // Tools run on the thread pool and come back through this channel.
+        self.run(&mut all, progress)?;
+        let (groups, _) = self.end(&mut all, started);
+        Ok((groups, all.stats))
+    }
+
+    /// Runs episodes until they are done or have sampled what `rule` lets them: those of `carried`, which
+    /// were paused before, and of `requests`, each with its own collection's seed. Returns the groups that
+    /// are whole, at least one, and those that are not: with none whole all go on for another stretch.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Collector::collect`].
+    pub fn collect_paused(
+        &mut self,
+        carried: Vec<PausedGroup>,
+        requests: Vec<(GroupRequest, CollectionSeed<'_>)>,
+        seed: CollectionSeed<'_>,
+        rule: PauseRule,
+    ) -> Result<(Vec<RolloutGroup>, Vec<PausedGroup>, CollectorStats), RolloutError> {
+        let started = Instant::now();
+        let mut all = Collection {
+            groups: carried,
+            ..Collection::default()
+        };
+        let mut requests = Some(requests);
+        for round in 0.. {
+            for group in 0..all.groups.len() {
+                for paused in std::mem::take(&mut all.groups[group].paused) {
+                    self.resume(group, paused, seed, round, rule, &mut all)?;
+                }
+            }
+            for (request, seed) in requests.take().into_iter().flatten() {
+                self.start_group(request, seed, rule.max_step_tokens, &mut all)?;
+            }
+            self.run(&mut all, &mut |_| {})?;
+            let mut groups = all.groups.iter();
+            if all.groups.is_empty() || groups.any(|group| group.paused.is_empty()) {
+                break;
+            }
+        }
+        let (whole, paused) = self.end(&mut all, started);
+        Ok((whole, paused, all.stats))
+    }
+
+    /// Ends a collection: returns the whole groups, and those that are not.
+    fn end(
+        &mut self,
+        all: &mut Collection,
+        started: Instant,
+    ) -> (Vec<RolloutGroup>, Vec<PausedGroup>) {
+        // What is kept for sequences to come would take memory from what follows, such as training.
+        self.engine.trim();
+        all.stats.seconds = started.elapsed().as_secs_f64();
+        let (mut whole, mut paused) = (Vec::new(), Vec::new());
+        for group in std::mem::take(&mut all.groups) {
+            match group.finish() {
+                Ok(group) => whole.push(group),
+                Err(group) => paused.push(group),
+            }
+        }
+        (whole, paused)
+    }
+
+    /// Runs what is active until it is done or paused.
+    fn run(
+        &mut self,
+        all: &mut Collection,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<(), RolloutError> {
+        // Tools run on threads of their own and come back through this channel.
         let (sender, receiver) = mpsc::channel::<Answered>();
-        while done < total {
+        while all.active > 0 {
             if self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
                 return Err(RolloutError::Stopped);
             }
+            if self.config.deadline.is_some() {
+                let now = Instant::now();
+                let late = all.running.extract_if(|_, running| running.is_late(now));
+                for (id, mut running) in late.collect::<Vec<_>>() {
+                    self.fail_late(&mut running);
+                    self.finish(id, running, all, progress)?;
+                }
+            }
             if self.engine.running() > 0 {
                 for finished in self.engine.step()? {
-                    stats.sampled_tokens += finished.tokens.len() as u64;
-                    let id = finished.id;
-                    let Some(episode) = running.remove(&id) else {
-                        continue;
-                    };
-                    self.answer(id, episode, finished, sender.clone())?;
+                    self.take(finished, all, &sender)?;
                 }
             }
             // With nothing to sample, wait for a tool; else take what has come back meanwhile.
             let mut back: Vec<Answered> = Vec::new();
-            if self.engine.running() == 0 && done < total {
+            if self.engine.running() == 0 && all.active > 0 {
                 // Not for longer than it takes to notice that it should stop.
                 back.extend(receiver.recv_timeout(STOP_LATENCY));
             }
             back.extend(receiver.try_iter());
-            for (id, mut episode, messages) in back {
-                let continued = match messages {
-                    Some(messages) => self.extend(id, &mut episode, &messages)?,
-                    None => false,
+            for (id, mut running, messages) in back {
+                let next = match messages {
+                    Some(_) if running.is_late(Instant::now()) => {
+                        self.fail_late(&mut running);
+                        Next::End
+                    }
+                    Some(messages) => self.extend(id, &mut running, &messages)?,
+                    None => Next::End,
                 };
-                if continued {
-                    episode.since = Instant::now();
-                    running.insert(id, episode);
-                } else {
-                    self.engine.release(id)?;
-                    done += 1;
-                    let group = episode.group;
-                    groups[group].push(episode.episode);
-                    progress(done);
+                match next {
+                    Next::Turn => {
+                        running.since = Instant::now();
+                        all.running.insert(id, running);
+                    }
+                    Next::Pause => self.pause(id, running, all)?,
+                    Next::End => self.finish(id, running, all, progress)?,
                 }
             }
         }
-        // What is kept for sequences to come would take memory from what follows, such as training.
-        self.engine.trim();
-        stats.seconds = started.elapsed().as_secs_f64();
-        let groups = task_ids
-            .into_iter()
-            .zip(groups)
-            .map(|(task_id, episodes)| {
-                let mut trajectories: Vec<_> =
-                    episodes.into_iter().map(Episode::into_trajectory).collect();
-                trajectories.sort_by_key(|trajectory| trajectory.sample);
-                RolloutGroup {
-                    task_id,
-                    trajectories,
-                }
-            })
-            .collect();
-        Ok((groups, stats))
+        Ok(())
+    }
+
+    /// Fails an episode that takes longer than it may.
+    fn fail_late(&self, running: &mut Running) {
+        let task = running.episode.task_id().to_owned();
+        let limit = self.config.deadline.unwrap_or_default();
+        running.episode.fail(&RolloutError::Late { task, limit });
+    }
+
+    /// Takes an episode that is done.
+    fn finish(
+        &mut self,
+        id: SequenceId,
+        running: Running,
+        all: &mut Collection,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<(), RolloutError> {
+        self.engine.release(id)?;
+        all.active -= 1;
+        all.done += 1;
+        let done = running.episode.into_trajectory();
+        all.groups[running.group].done.push(done);
+        progress(all.done);
+        Ok(())
+    }
+
+    /// Takes what was sampled of a turn: the whole turn goes to its tools, a part of one waits.
+    fn take(
+        &mut self,
+        mut finished: Finished,
+        all: &mut Collection,
+        sender: &mpsc::Sender<Answered>,
+    ) -> Result<(), RolloutError> {
+        let id = finished.id;
+        let sampled = finished.tokens.len();
+        all.stats.sampled_tokens += sampled as u64;
+        let Some(mut running) = all.running.remove(&id) else {
+            return Ok(());
+        };
+        running.left = running.left.saturating_sub(sampled);
+        let seconds = running.turn.seconds + running.since.elapsed().as_secs_f64();
+        std::mem::take(&mut running.turn).continue_with(&mut finished);
+        let in_turn = finished.tokens.len();
+        let in_context = running.episode.trace_mut().len() + in_turn;
+        let max_context = self.config.max_context.min(self.engine.max_context());
+        // Cut off by nothing but the step's bound.
+        let is_paused = finished.finish_reason == FinishReason::Length
+            && running.left == 0
+            && in_turn < running.max_new_tokens
+            && in_context < max_context;
+        if is_paused {
+            running.turn = OpenTurn {
+                tokens: finished.tokens,
+                logprobs: finished.logprobs,
+                seconds,
+            };
+            return self.pause(id, running, all);
+        }
+        self.answer(id, running, finished, seconds, sender.clone())
+    }
+
+    /// Keeps an episode for the next step.
+    fn pause(
+        &mut self,
+        id: SequenceId,
+        running: Running,
+        all: &mut Collection,
+    ) -> Result<(), RolloutError> {
+        self.engine.release(id)?;
+        all.active -= 1;
+        let Running {
+            group,
+            episode,
+            turn,
+            ..
+        } = running;
+        all.groups[group]
+            .paused
+            .push(PausedEpisode { episode, turn });
+        Ok(())
+    }
+
+    /// Goes on with an episode, by the policy as it is now.
+    fn resume(
+        &mut self,
+        group: usize,
+        paused: PausedEpisode,
+        seed: CollectionSeed<'_>,
+        round: u64,
+        rule: PauseRule,
+        all: &mut Collection,
+    ) -> Result<(), RolloutError> {
+        let PausedEpisode { mut episode, turn } = paused;
+        let PausedGroup {
+            origin,
+            task_id,
+            max_new_tokens,
+            ..
+        } = &all.groups[group];
+        let max_new_tokens = *max_new_tokens;
+        let left = rule.left(*origin);
+        let sample = episode.trajectory().sample;
+        let seed_of_it = origin.later_seed(seed, round, task_id, sample);
+        let mut tokens = episode.trajectory().trace.ids().to_vec();
+        tokens.extend_from_slice(&turn.tokens);
+        episode.go_on(tokens.len(), self.policy_step.unwrap_or(seed.step));
+        let in_turn = max_new_tokens.saturating_sub(turn.tokens.len());
+        let sampling = self.sampling(in_turn.min(left));
+        let id = self.engine.add(tokens, sampling, seed_of_it)?;
+        all.active += 1;
+        all.running.insert(
+            id,
+            Running {
+                group,
+                episode,
+                turn,
+                max_new_tokens,
+                left,
+                deadline: self.deadline(),
+                since: Instant::now(),
+            },
+        );
+        Ok(())
+    }
+
+    /// Returns when an episode that begins now has taken too long.
+    fn deadline(&self) -> Option<Instant> {
+        let deadline = self.config.deadline?;
+        Instant::now().checked_add(deadline)
+    }
+
+    /// Returns how a turn of at most so many tokens is sampled.
+    fn sampling(&self, max_new_tokens: usize) -> SamplingParams {
+        SamplingParams {
+            max_new_tokens,
+            ..self.config.sampling.clone()
+        }
     }
 
     /// Prefills a group's prompt once and starts its episodes.
     fn start_group(
         &mut self,
-        group: usize,
         request: GroupRequest,
         seed: CollectionSeed<'_>,
-        running: &mut HashMap<SequenceId, Running>,
+        left: usize,
+        all: &mut Collection,
     ) -> Result<(), RolloutError> {
+        let group = all.groups.len();
+        let default = self.config.sampling.max_new_tokens;
+        let max_new_tokens = request.max_new_tokens.unwrap_or(default);
+        let origin = Origin {
+            step: seed.step,
+            draw: seed.draw,
+            visit: request.visit,
+        };
+        all.groups.push(PausedGroup {
+            task_id: request.task_id.clone(),
+            origin,
+            max_new_tokens,
+            done: Vec::with_capacity(request.environments.len()),
+            paused: Vec::new(),
+        });
+        let policy_step = self.policy_step.unwrap_or(seed.step);
         let episodes: Vec<Episode> = (0_u32..)
             .zip(request.environments)
             .map(|(sample, environment)| {
@@ -235,7 +511,7 @@ impl<'a> Collector<'a> {
                     &request.task_id,
                     group as u64,
                     sample,
-                    seed.step,
+                    policy_step,
                 )
             })
             .collect();
@@ -257,27 +533,27 @@ impl<'a> Collector<'a> {
                 limit: self.config.max_context,
             });
         }
-        let task_seed = seed
-            .of_task(seed.purpose, &request.task_id)
-            .wrapping_add(request.visit);
+        let task_seed = origin.task_seed(seed.run, seed.purpose, &request.task_id);
         let seeds: Vec<SequenceSeed> = (0..episodes.len())
             .map(|i| SequenceSeed::new(seed.run, task_seed, i as u64))
             .collect();
-        let sampling = SamplingParams {
-            max_new_tokens: (request.max_new_tokens).unwrap_or(self.config.sampling.max_new_tokens),
-            ..self.config.sampling.clone()
-        };
+        let sampling = self.sampling(max_new_tokens.min(left));
         let ids = self.engine.add_group(&prompt, &sampling, &seeds)?;
+        all.active += ids.len();
         for (id, mut episode) in ids.into_iter().zip(episodes) {
             episode
                 .trace_mut()
                 .push_prompt(&prompt)
                 .expect("the trace of an episode that has not begun is empty");
-            running.insert(
+            all.running.insert(
                 id,
                 Running {
                     group,
                     episode,
+                    turn: OpenTurn::default(),
+                    max_new_tokens,
+                    left,
+                    deadline: self.deadline(),
                     since: Instant::now(),
                 },
             );
@@ -285,12 +561,13 @@ impl<'a> Collector<'a> {
         Ok(())
     }
 
-    /// Sends a sampled turn to the episode's environment, on the thread pool.
+    /// Sends a sampled turn to the episode's environment, on the tools' threads.
     fn answer(
         &self,
         id: SequenceId,
         mut running: Running,
         finished: Finished,
+        seconds: f64,
         sender: mpsc::Sender<Answered>,
     ) -> Result<(), RolloutError> {
         let turn = SampledTurn {
@@ -300,9 +577,9 @@ impl<'a> Collector<'a> {
             tokens: finished.tokens,
             logprobs: finished.logprobs,
             finish: finished.finish_reason,
-            seconds: running.since.elapsed().as_secs_f64(),
+            seconds,
         };
-        rayon::spawn(move || {
+        spawn_tools(move || {
             // A panic on the pool would end the process; here it ends one episode.
             let answer = AssertUnwindSafe(|| running.episode.take_turn(&turn));
             let messages = catch_unwind(answer).unwrap_or_else(|_| {
@@ -317,13 +594,13 @@ impl<'a> Collector<'a> {
         Ok(())
     }
 
-    /// Appends what the environment said; returns whether the episode goes on.
+    /// Appends what the environment said; returns how the episode goes on.
     fn extend(
         &mut self,
         id: SequenceId,
         running: &mut Running,
         messages: &[Message],
-    ) -> Result<bool, RolloutError> {
+    ) -> Result<Next, RolloutError> {
         let episode = &mut running.episode;
         let end_of_turn = self.tokenizer.eos_token().unwrap_or_default();
         let chat = self
@@ -341,11 +618,16 @@ impl<'a> Collector<'a> {
         let suffix = self.tokenizer.encode_chat(&chat.text, &chat.literal)?;
         if episode.trace_mut().len() + suffix.len() + 1 >= self.config.max_context {
             episode.close();
-            return Ok(false);
+            return Ok(Next::End);
         }
         episode.trace_mut().push_observation(&suffix);
+        if running.left == 0 {
+            return Ok(Next::Pause);
+        }
+        let in_turn = running.max_new_tokens.min(running.left);
+        self.engine.set_max_new_tokens(id, in_turn)?;
         self.engine.extend(id, &suffix)?;
-        Ok(true)
+        Ok(Next::Turn)
     }
 
     fn tools<'e>(&self, episode: &'e Episode) -> &'e [ToolSpec] {

@@ -1,5 +1,7 @@
 //! Faults of rollout collection.
 
+use std::time::Duration;
+
 use crate::chat::ChatError;
 use crate::engine::EngineError;
 
@@ -21,6 +23,25 @@ pub enum RolloutError {
         /// What the template said.
         #[source]
         source: ChatError,
+    },
+    /// An episode took too long, by the clock.
+    #[error(
+        "an episode of task `{task}` took longer than `rollout.deadline`, {limit:?}: the machine is \
+         overloaded; raise it, or lower `rollout.groups_per_step`"
+    )]
+    Late {
+        /// The task's id.
+        task: String,
+        /// What it may take.
+        limit: Duration,
+    },
+    /// A saved episode's environment is not what it was.
+    #[error(
+        "the environment of task `{task}` does not answer as it did before the run was resumed"
+    )]
+    Replay {
+        /// The task's id.
+        task: String,
     },
     /// A demonstration is not a conversation that a policy could have.
     #[error("demonstration {name}: {reason}")]

@@ -64,6 +64,7 @@ mod tests {
                 group: 0,
                 sample,
                 policy_step: 0,
+                segments: Vec::new(),
                 messages: Vec::new(),
                 turns: Vec::new(),
                 trace,

@@ -1,8 +1,8 @@
 //! Policy against environment: multi-turn episodes, in groups of one task.
 //!
 //! [`Collector`] drives many [`Episode`]s at once over one engine. Sampling is one batched loop;
-//! tools and graders run on the thread pool while the other episodes go on sampling. Sampled ids
-//! are kept as they were sampled: a turn is never decoded and encoded again, only what the
+//! tools and graders run on threads of their own while the other episodes go on sampling. Sampled ids
+//! are kept as they were sampled, also by an episode that goes on in a later step: a turn is never decoded and encoded again, only what the
 //! environment says is tokenised and appended.
 
 mod agent;
@@ -10,13 +10,16 @@ mod collector;
 mod demonstration;
 mod error;
 mod group;
+mod paused;
 mod seed;
+mod tools;
 
 pub use self::agent::Episode;
 pub use self::collector::{
-    CollectionSeed, Collector, CollectorConfig, CollectorStats, GroupRequest,
+    CollectionSeed, Collector, CollectorConfig, CollectorStats, GroupRequest, PauseRule,
 };
 pub use self::demonstration::trace_demonstration;
 pub use self::error::RolloutError;
 pub use self::group::RolloutGroup;
+pub use self::paused::{Origin, PausedGroup, PausedRecord};
 pub use self::seed::derive_seed;

@@ -101,6 +101,7 @@ mod tests {
             group: 0,
             sample,
             policy_step: 1,
+            segments: Vec::new(),
             messages: Vec::new(),
             turns: Vec::new(),
             trace: TokenTrace::new(),

@@ -154,6 +154,26 @@ pub enum RunError {
         /// The folder.
         path: PathBuf,
     },
+    /// A task is gone of which episodes wait to go on.
+    #[error(
+        "episodes of task `{id}` wait to go on, and it is not among the run's tasks any more; resume with the \
+         tasks that the run had"
+    )]
+    PausedTask {
+        /// The task.
+        id: String,
+    },
+    /// Episodes wait to go on, which several processes do not.
+    #[error(
+        "{groups} groups of episodes in `{path}` wait to go on, which one process has to do: resume it by \
+         itself for a step with `--set rollout.max_step_tokens` as it was"
+    )]
+    PausedTogether {
+        /// The folder.
+        path: PathBuf,
+        /// How many groups.
+        groups: usize,
+    },
     /// The run is done.
     #[error(
         "the run in `{path}` is done; give it further steps with `--set trainer.steps=N`, or start \
@@ -297,6 +317,13 @@ impl RunError {
         )
     }
 
+    /// Returns whether an update was refused for what it looks like.
+    #[must_use]
+    pub(super) fn is_refusal(&self) -> bool {
+        let refusal = |error: &TrainerError| super::watch::Kind::of_refusal(error).is_some();
+        matches!(self, Self::Trainer(error) if refusal(error))
+    }
+
     /// Returns whether the reader can mend it by asking for something else: a key, a path, a file.
     #[must_use]
     pub fn is_usage(&self) -> bool {
@@ -307,6 +334,8 @@ impl RunError {
             | Self::NoTasks { .. }
             | Self::MemoryBudget { .. }
             | Self::OneTask { .. }
+            | Self::PausedTask { .. }
+            | Self::PausedTogether { .. }
             | Self::NotHeldOut { .. }
             | Self::Chat(_)
             | Self::NoChatTemplate { .. }

@@ -26,6 +26,7 @@ pub fn plan_request(config: &RunConfig, model: &ModelConfig, place: Place) -> Pl
         cache_tokens: config.rollout.max_cache_tokens,
         parts: config.trainer.max_processes,
         iterations: config.trainer.num_iterations,
+        overlaps: config.trainer.async_level > 0,
     }
 }
 

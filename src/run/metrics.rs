@@ -27,6 +27,15 @@ pub(super) struct MetricsRow {
     /// Groups that dynamic sampling replaced.
     #[serde(rename = "episodes/groups_set_aside")]
     pub(super) set_aside: usize,
+    /// Mean steps from an episode's policy to the one that learns from it, where steps overlap.
+    #[serde(rename = "episodes/staleness", skip_serializing_if = "Option::is_none")]
+    pub(super) staleness: Option<f64>,
+    /// Groups that wait to go on, where episodes are paused.
+    #[serde(
+        rename = "episodes/groups_paused",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub(super) paused: Option<usize>,
     pub(super) num_tokens: u64,
     pub(super) step_time: f64,
     pub(super) generate_time: f64,

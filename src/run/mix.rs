@@ -110,6 +110,11 @@ impl Mix {
         batch
     }
 
+    /// Returns the task of an id.
+    pub(super) fn task(&self, id: &str) -> Option<&Task> {
+        self.members.iter().find_map(|member| member.tasks.get(id))
+    }
+
     /// Refuses tasks that are learned from and measured on: the result would mean nothing.
     ///
     /// Within `[task]` they are known by their ids. Between environments, which may read one file each in

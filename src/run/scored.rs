@@ -49,6 +49,7 @@ mod tests {
                 group: 0,
                 sample: 0,
                 policy_step: 0,
+                segments: Vec::new(),
                 messages: Vec::new(),
                 turns: Vec::new(),
                 trace: TokenTrace::new(),

@@ -217,9 +217,10 @@ fn memory_request(
             0
         },
         critic: false,
-        // Sums of gradients are of one process here, and a step has one pass.
+        // Sums of gradients are of one process here, and a step has one pass and no episodes.
         parts: 1,
         iterations: 1,
+        overlaps: false,
         ..run
     }
 }
@@ -266,6 +267,7 @@ mod tests {
             cache_tokens: 65_536,
             parts: 8,
             iterations: 2,
+            overlaps: true,
         };
         let planned = memory_request(run.clone(), &traces, &options(&never));
         let expected = PlanRequest {
@@ -274,6 +276,7 @@ mod tests {
             critic: false,
             parts: 1,
             iterations: 1,
+            overlaps: false,
             ..run.clone()
         };
         assert_eq!(planned, expected);

@@ -1,6 +1,5 @@
 //! GRPO from the first measurement to the last.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,9 +8,9 @@ use std::time::Instant;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 
+use super::ahead::{Ahead, Sampler, load_episodes, save_episodes};
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
-use super::curriculum::PassRates;
-use super::draw::TaskDraws;
+use super::draw::{DrawState, Place, StepEpisodes, TaskDraws};
 use super::evaluate::{by_environment, evaluate};
 use super::folder::RunFolder;
 use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow, environment_metrics};
@@ -26,10 +25,11 @@ use crate::collective::Collective;
 use crate::config::{Response, RunConfig};
 use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
-use crate::rollout::{CollectorStats, RolloutGroup, derive_seed};
+use crate::rollout::{CollectorStats, PausedRecord, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, GrpoTrainer, TrainState, checkpoint_path, checkpoint_steps, load_checkpoint,
-    prune_checkpoints, remove_partial_checkpoints, save_checkpoint, shuffle_rewards,
+    AdamW, GrpoTrainer, StepMetrics, TrainState, checkpoint_path, checkpoint_steps,
+    load_checkpoint, prune_checkpoints, remove_partial_checkpoints, save_checkpoint,
+    shuffle_rewards,
 };
 use crate::trajectory::StepWriter;
 
@@ -57,13 +57,11 @@ struct Progress {
     #[serde(default)]
     watch: WatchState,
     tokens: u64,
-    batches_drawn: u64,
-    /// Tasks of each environment that were drawn, for a run that has several.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    tasks_drawn: BTreeMap<String, u64>,
-    /// How often tasks are passed, where they are drawn by that.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pass_rates: Option<PassRates>,
+    #[serde(flatten)]
+    draws: DrawState,
+    /// Groups that wait to go on, in a file of their own.
+    #[serde(skip)]
+    paused: Vec<PausedRecord>,
     wall_s: f64,
 }
 
@@ -77,6 +75,8 @@ struct Run<'a> {
     folder: Option<RunFolder>,
     trainer: GrpoTrainer,
     progress: Progress,
+    /// The episodes of the next step, if they are sampled already.
+    ahead: Option<Ahead>,
     /// Steps done.
     step: usize,
     /// Steps saved.
@@ -116,15 +116,18 @@ impl Run<'_> {
             seed: self.config.seed,
             extra: serde_json::to_value(&self.progress).map_err(std::io::Error::from)?,
         };
-        let checkpoint = save_checkpoint(
+        save_checkpoint(
             self.out,
             &self.policy.decoder,
             self.trainer.optimizer(),
             self.trainer.critic(),
             &state,
             Some(&self.policy.source),
+            |checkpoint| {
+                self.policy.save_words(checkpoint)?;
+                save_episodes(checkpoint, self.ahead.as_ref(), &self.progress.paused)
+            },
         )?;
-        self.policy.save_words(&checkpoint)?;
         prune_checkpoints(self.out, self.config.trainer.keep_checkpoints)?;
         self.saved = Some(self.step);
         Ok(())
@@ -137,6 +140,17 @@ impl Run<'_> {
             self.save()?;
         }
         Ok(self.ranks.barrier("saving")?)
+    }
+
+    /// Goes back to before a step that is not to be learned from: it is sampled again when the run goes
+    /// on.
+    fn drop_step(&mut self, before: Progress) {
+        self.progress = before;
+        if let Some(ahead) = self.ahead.take() {
+            self.progress.draws = ahead.before;
+            self.progress.paused = ahead.paused_before;
+            self.saved = None;
+        }
     }
 
     fn log(&mut self, row: &impl Serialize) -> Result<(), RunError> {
@@ -216,13 +230,26 @@ fn train_together(
         workbench,
         collector,
         stop: options.stop,
-        ranks,
-        drawn: run.progress.batches_drawn,
-        tasks_drawn: run.progress.tasks_drawn.clone(),
-        pass_rates: (mix.needs_pass_rates())
-            .then(|| run.progress.pass_rates.clone().unwrap_or_default()),
+        state: DrawState {
+            drawn: run.progress.draws.drawn,
+            tasks_drawn: run.progress.draws.tasks_drawn.clone(),
+            pass_rates: (mix.needs_pass_rates())
+                .then(|| run.progress.draws.pass_rates.clone().unwrap_or_default()),
+        },
         mix,
+        paused: Vec::new(),
     };
+    let waiting = run.progress.paused.len();
+    if waiting > 0 && found > 1 {
+        return Err(RunError::PausedTogether {
+            path: options.out.to_owned(),
+            groups: waiting,
+        });
+    }
+    draws.restore(&run.progress.paused)?;
+    let sampler = (config.trainer.async_level > 0)
+        .then(Sampler::new)
+        .transpose()?;
     let steps = usize::try_from(config.trainer.steps).unwrap_or(usize::MAX);
     loop {
         if run.owes_evaluation(steps) {
@@ -257,16 +284,21 @@ fn train_together(
         }
         let step = run.step + 1;
         let step_started = Instant::now();
-        let mut episodes = match draws.step(&mut engine, step as u64) {
-            Err(error) => return Err(give_up(&mut run, error)?),
-            Ok(episodes) => episodes,
+        // What is sampled already stays in the run until it is learned from: it cannot be sampled again.
+        let mut episodes = match &run.ahead {
+            Some(ahead) => ahead.episodes.clone(),
+            None => match draws.step(&mut engine, Place::of(step), ranks) {
+                Err(error) => return Err(give_up(&mut run, error)?),
+                Ok(episodes) => episodes,
+            },
         };
         let progress = run.progress.clone();
         let stats = episodes.stats;
         run.progress.tokens += stats.sampled_tokens;
-        run.progress.batches_drawn = draws.drawn;
-        run.progress.tasks_drawn.clone_from(&draws.tasks_drawn);
-        run.progress.pass_rates.clone_from(&draws.pass_rates);
+        if run.ahead.is_none() {
+            run.progress.draws = draws.state.clone();
+            run.progress.paused = draws.records();
+        }
         if ranks.is_root() {
             let groups = episodes.groups.iter().chain(&episodes.set_aside);
             store(options.out, step, groups)?;
@@ -275,36 +307,45 @@ fn train_together(
             let seed = derive_seed(config.seed, "shuffle", step as u64, "");
             shuffle_rewards(&mut episodes.groups, seed);
         }
-        let update_started = Instant::now();
         let episode_metrics = EpisodeMetrics::new(&episodes.groups);
         let is_flat = !(episodes.groups.iter()).any(|group| draws.is_informative(group));
         let observed = observed(&episodes.groups, is_flat, &episode_metrics);
         let watch = &config.watch;
         let mut found = run.progress.watch.before_update(watch, observed);
         if let Some(anomaly) = stopping(&found) {
-            run.progress = progress;
+            run.drop_step(progress);
             return Err(end(&mut run, step, anomaly)?);
         }
-        let metrics = if found.iter().any(|found| found.response == Response::Skip) {
-            run.trainer.skip(&episodes.groups)?
+        let update = if found.iter().any(|found| found.response == Response::Skip) {
+            Update::none(run.trainer.skip(&episodes.groups)?)
         } else {
-            match run.trainer.step(&policy.decoder, &episodes.groups, ranks) {
-                Ok(metrics) => metrics,
-                Err(error) => match run.progress.watch.of_refusal(watch, &error) {
-                    Some(anomaly) => {
-                        found.push(anomaly);
-                        run.trainer.skip(&episodes.groups)?
-                    }
-                    None => {
+            let next = (sampler.as_ref()).filter(|_| step < steps);
+            match update(&mut run, &mut draws, &mut engine, next, &episodes.groups) {
+                Ok(update) => update,
+                Err(error) => {
+                    if error.is_refusal() {
+                        run.drop_step(progress);
+                    } else {
                         run.progress = progress;
-                        if run.step > 0 {
-                            run.save()?;
-                        }
-                        return Err(error.into());
                     }
-                },
+                    if error.is_stop() {
+                        return Err(stop(&mut run)?);
+                    }
+                    if run.step > 0 {
+                        run.save()?;
+                    }
+                    return Err(error);
+                }
             }
         };
+        let metrics = update.metrics;
+        found.extend(update.refused);
+        // Of tasks drawn behind this step's nothing is known of before it is done.
+        run.ahead = update.ahead.map(|episodes| Ahead {
+            episodes,
+            before: std::mem::replace(&mut run.progress.draws, draws.state.clone()),
+            paused_before: std::mem::replace(&mut run.progress.paused, draws.records()),
+        });
         run.step = step;
         let max_drift = config.trainer.max_kl_sample_train;
         found.extend(run.progress.watch.after_update(watch, max_drift, &metrics));
@@ -316,10 +357,13 @@ fn train_together(
             environments: environment_metrics(config.environments.keys(), &episodes.groups),
             anomalies: found.iter().map(|found| found.kind).collect(),
             set_aside: episodes.set_aside.len(),
+            staleness: (sampler.is_some() || config.rollout.max_step_tokens.is_some())
+                .then(|| staleness(&episodes.groups, step)),
+            paused: config.rollout.max_step_tokens.map(|_| draws.paused.len()),
             num_tokens: run.progress.tokens,
             step_time: elapsed.as_secs_f64(),
             generate_time: stats.seconds,
-            update_time: update_started.elapsed().as_secs_f64(),
+            update_time: update.seconds,
             tokens_per_second: tokens_per_second(stats),
         };
         run.log(&row)?;
@@ -402,13 +446,17 @@ fn begin<'a>(
                     path: path.clone(),
                     source,
                 })?;
-            Some((state.step, progress))
+            let (ahead, paused) = load_episodes(path)?;
+            let progress = Progress { paused, ..progress };
+            Some((state.step, progress, ahead))
         }
         // A run that was stopped before its first checkpoint starts again.
         None => None,
     };
-    let step = restored.as_ref().map(|(step, _)| *step);
-    let progress = restored.map_or_else(Progress::default, |(_, progress)| progress);
+    let step = restored.as_ref().map(|(step, ..)| *step);
+    let (progress, ahead) = restored
+        .map(|(_, progress, ahead)| (progress, ahead))
+        .unwrap_or_default();
     let run_toml = config.to_toml()?;
     let folder = if !options.ranks.is_root() {
         None
@@ -441,10 +489,98 @@ fn begin<'a>(
         trainer: trainer.with_critic(critic).resume_after(step.unwrap_or(0)),
         wall_before: progress.wall_s,
         progress,
+        ahead,
         step: step.unwrap_or(0),
         saved: step,
         started: Instant::now(),
     })
+}
+
+/// What came of a step's episodes.
+struct Update {
+    metrics: StepMetrics,
+    /// Why nothing was learned from them, if that is so.
+    refused: Option<Anomaly>,
+    /// The next step's, if they were sampled meanwhile.
+    ahead: Option<StepEpisodes>,
+    /// What computing and applying the gradient took.
+    seconds: f64,
+}
+
+impl Update {
+    fn none(metrics: StepMetrics) -> Self {
+        Self {
+            metrics,
+            refused: None,
+            ahead: None,
+            seconds: 0.0,
+        }
+    }
+}
+
+/// Learns from a step's episodes. With a sampler those of the next step are sampled meanwhile, before the
+/// weights move.
+fn update(
+    run: &mut Run<'_>,
+    draws: &mut TaskDraws<'_>,
+    engine: &mut Engine,
+    sampler: Option<&Sampler>,
+    groups: &[RolloutGroup],
+) -> Result<Update, RunError> {
+    let (trainer, watch, ranks) = (&mut run.trainer, &mut run.progress.watch, run.ranks);
+    let (decoder, config) = (&*run.policy.decoder, &run.config.watch);
+    let mut refuse = |error| match watch.of_refusal(config, &error) {
+        Some(anomaly) => Ok(anomaly),
+        None => Err(RunError::from(error)),
+    };
+    let mut seconds = 0.0;
+    let mut gradient = || {
+        let started = Instant::now();
+        let pending = trainer.gradient(decoder, groups, ranks);
+        seconds = started.elapsed().as_secs_f64();
+        pending
+    };
+    let next = Place::ahead_of(run.step + 2);
+    let (pending, sampled) = match sampler {
+        Some(sampler) => {
+            let (pending, sampled) = sampler.overlap(draws, engine, next, ranks, gradient);
+            (pending, Some(sampled))
+        }
+        None => (gradient(), None),
+    };
+    let pending = match pending {
+        Ok(pending) => Ok(pending),
+        Err(error) => Err(refuse(error)?),
+    };
+    let ahead = sampled
+        .map(|sampled| sampled.complete(draws, engine, next, ranks))
+        .transpose()?;
+    let started = Instant::now();
+    let applied = match pending {
+        Ok(pending) => match trainer.apply(decoder, pending, ranks) {
+            Ok(metrics) => Ok(metrics),
+            Err(error) => Err(refuse(error)?),
+        },
+        Err(anomaly) => Err(anomaly),
+    };
+    let (metrics, refused) = match applied {
+        Ok(metrics) => (metrics, None),
+        Err(anomaly) => (trainer.skip(groups)?, Some(anomaly)),
+    };
+    Ok(Update {
+        metrics,
+        refused,
+        ahead,
+        seconds: seconds + started.elapsed().as_secs_f64(),
+    })
+}
+
+/// Returns the mean number of steps between the policy that sampled an episode and the one that learns
+/// from it.
+fn staleness(groups: &[RolloutGroup], step: usize) -> f64 {
+    let episodes = || groups.iter().flat_map(|group| &group.trajectories);
+    let steps = episodes().map(|episode| (step as u64).saturating_sub(episode.policy_step));
+    steps.sum::<u64>() as f64 / episodes().count().max(1) as f64
 }
 
 /// Returns the checkpoint that the root finds to be the last.

@@ -27,7 +27,8 @@ impl Kind {
                  or `trainer.kl_estimator = \"k3\"` met a token that the reference excludes (take `k2`)"
             }
             Self::Drift => {
-                "the weights changed since the episodes were sampled, or the model rounds differently \
+                "the weights changed since the episodes were sampled (with `trainer.async_level = 1` by a \
+                 step that is too large: lower `trainer.learning_rate`), or the model rounds differently \
                  when it samples (`model.dtype = \"f32\"` tells; `trainer.sampler_correction` helps)"
             }
             Self::Ratio => {
@@ -55,6 +56,16 @@ impl Kind {
                  `trainer.learning_rate`, or hold it with `trainer.beta`), or it found what the reward \
                  does not mean (read the episodes in `rollouts/`)"
             }
+        }
+    }
+
+    /// Returns what a refused update looks like.
+    pub(super) fn of_refusal(error: &TrainerError) -> Option<Self> {
+        match error {
+            TrainerError::GradientNotFinite { .. } => Some(Self::NotFinite),
+            TrainerError::SamplerDrift { .. } => Some(Self::Drift),
+            TrainerError::RatioTooLarge { .. } => Some(Self::Ratio),
+            _ => None,
         }
     }
 
@@ -203,12 +214,7 @@ impl WatchState {
         config: &WatchConfig,
         error: &TrainerError,
     ) -> Option<Anomaly> {
-        let kind = match error {
-            TrainerError::GradientNotFinite { .. } => Kind::NotFinite,
-            TrainerError::SamplerDrift { .. } => Kind::Drift,
-            TrainerError::RatioTooLarge { .. } => Kind::Ratio,
-            _ => return None,
-        };
+        let kind = Kind::of_refusal(error)?;
         let anomaly = self.anomaly(config, kind, &format!("the update was left out: {error}"));
         (anomaly.response != Response::Stop).then_some(anomaly)
     }

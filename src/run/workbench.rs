@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::RunError;
 use super::mix::{environment_of, of_each_environment};
@@ -37,6 +38,7 @@ pub struct Workbench {
     stop_token_ids: Vec<u32>,
     thinking: Option<ThinkingBudget>,
     tool_call_format: Option<ToolCallFormat>,
+    deadline: Option<Duration>,
 }
 
 /// How the episodes of some tasks go.
@@ -114,6 +116,7 @@ impl Workbench {
             stop_token_ids: policy.stop_token_ids.clone(),
             thinking,
             tool_call_format: config.rollout.tool_call_format,
+            deadline: config.rollout.deadline,
         })
     }
 
@@ -137,6 +140,7 @@ impl Workbench {
             },
             use_tools: self.use_tools,
             tool_call_format: self.tool_call_format,
+            deadline: self.deadline,
         }
     }
 

@@ -54,19 +54,21 @@ fn io_error(path: &Path, source: std::io::Error) -> TrainerError {
     }
 }
 
-/// Writes `run/checkpoints/step-N` and returns its path. One that exists is replaced.
+/// Writes `run/checkpoints/step-N` and returns its path. One that exists is replaced. `beside` adds
+/// files of the caller's to the folder before it appears.
 ///
 /// # Errors
 ///
 /// Fails if a file cannot be written; no folder `step-N` is then left behind half written.
-pub fn save_checkpoint(
+pub fn save_checkpoint<E: From<TrainerError>>(
     run: &Path,
     decoder: &Decoder,
     optimizer: &AdamW,
     critic: Option<&ValueHead>,
     state: &TrainState,
     base_model: Option<&str>,
-) -> Result<PathBuf, TrainerError> {
+    beside: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<PathBuf, E> {
     let folder = run.join(FOLDER);
     fs::create_dir_all(&folder).map_err(|source| io_error(&folder, source))?;
     let partial = tempfile::Builder::new()
@@ -74,7 +76,35 @@ pub fn save_checkpoint(
         .permissions(Permissions::from_mode(0o777)) // less the umask
         .tempdir_in(&folder)
         .map_err(|source| io_error(&folder, source))?;
-    let path = partial.path();
+    write_state(
+        partial.path(),
+        decoder,
+        optimizer,
+        critic,
+        state,
+        base_model,
+    )?;
+    beside(partial.path())?;
+    flush(partial.path())?;
+    let target = checkpoint_path(run, state.step);
+    if target.exists() {
+        fs::remove_dir_all(&target).map_err(|source| io_error(&target, source))?;
+    }
+    let partial = partial.keep();
+    fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
+    flush(&folder)?;
+    Ok(target)
+}
+
+/// Writes the files of a checkpoint.
+fn write_state(
+    path: &Path,
+    decoder: &Decoder,
+    optimizer: &AdamW,
+    critic: Option<&ValueHead>,
+    state: &TrainState,
+    base_model: Option<&str>,
+) -> Result<(), TrainerError> {
     let adapter = decoder.adapter(base_model);
     match &adapter {
         Some(adapter) => adapter.save(path)?,
@@ -94,16 +124,7 @@ pub fn save_checkpoint(
         path: path.join(STATE),
         source,
     })?;
-    fs::write(path.join(STATE), text).map_err(|source| io_error(path, source))?;
-    flush(path)?;
-    let target = checkpoint_path(run, state.step);
-    if target.exists() {
-        fs::remove_dir_all(&target).map_err(|source| io_error(&target, source))?;
-    }
-    let partial = partial.keep();
-    fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
-    flush(&folder)?;
-    Ok(target)
+    fs::write(path.join(STATE), text).map_err(|source| io_error(path, source))
 }
 
 /// Removes what saving left behind when the process was killed in the middle of it.

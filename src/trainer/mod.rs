@@ -38,7 +38,9 @@ pub use gradient::{
     PassConfig, accumulate_actor_critic_gradient, accumulate_nll_gradient,
     accumulate_policy_gradient, score_micro_batch,
 };
-pub use grpo::{GrpoConfig, GrpoTrainer, StepMetrics, TokenLevel, ValueMetrics, shuffle_rewards};
+pub use grpo::{
+    GrpoConfig, GrpoTrainer, PendingStep, StepMetrics, TokenLevel, ValueMetrics, shuffle_rewards,
+};
 pub use logprob::{HeadLoss, Scores, Targets, backward_through_head, score};
 pub use loss::{
     Aggregation, CorrectionLevel, KlEstimator, LossConfig, LossMetrics, MaskedSequences,

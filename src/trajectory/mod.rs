@@ -33,9 +33,14 @@ pub struct Trajectory {
     pub group: u64,
     /// Which sample of its group it is, from 0.
     pub sample: u32,
-    /// The optimizer step that learns from it, from 1, before which the policy sampled it; of a
+    /// The optimizer step, from 1, before which the policy sampled it: the one that learns from it, or
+    /// the one before that where the next step's episodes are sampled while a step trains. Of a
     /// measurement, how many steps the policy had made.
     pub policy_step: u64,
+    /// Where later policies went on with an episode that was paused, in order; none where one policy
+    /// sampled all of it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub segments: Vec<Segment>,
     /// The conversation, the task's messages first.
     pub messages: Vec<Message>,
     /// The policy's turns, in order.
@@ -68,6 +73,15 @@ impl Trajectory {
     pub fn is_truncated(&self) -> bool {
         matches!(self.status, Status::Truncated | Status::TurnLimit)
     }
+}
+
+/// A part of an episode that a later policy sampled than the part before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Segment {
+    /// Where it begins in [`Trajectory::trace`].
+    pub start: usize,
+    /// The optimizer step before which its policy is, as [`Trajectory::policy_step`].
+    pub policy_step: u64,
 }
 
 /// One answer of the policy within an episode.
@@ -138,6 +152,7 @@ mod tests {
             group: 0,
             sample: 0,
             policy_step: 0,
+            segments: vec![],
             messages: vec![],
             turns: vec![],
             trace,

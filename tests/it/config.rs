@@ -253,6 +253,22 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`trainer.max_processes` is `9`; make it from 1 to `rollout.groups_per_step` (8)"
 )]
 #[case(
+    "trainer.async_level=2",
+    "`trainer.async_level` is `2`; make it 0, or 1 for episodes that are one step old"
+)]
+#[case(
+    "rollout.max_step_tokens=0",
+    "`rollout.max_step_tokens` is `0`; make it at least 1, or leave it out"
+)]
+#[case(
+    "rollout.max_off_policy_steps=0",
+    "`rollout.max_off_policy_steps` is `0`; make it from 1 to 1000"
+)]
+#[case(
+    "rollout.deadline=0s",
+    "`rollout.deadline` is `0s`; make it longer than any episode, or leave it out"
+)]
+#[case(
     "watch.collapse=skip",
     "`watch.collapse` is `skip`; make it `warn` or `stop`"
 )]
@@ -275,6 +291,23 @@ fn tokens_that_are_credited_one_by_one_need_no_group() {
         let gdpo = "trainer.reward_aggregation=gdpo";
         let error = RunConfig::from_toml(LEAST, &[&advantage, gdpo]).unwrap_err();
         assert!(message(&error).contains("make it `sum`"), "{error}");
+    }
+}
+
+#[test]
+fn episodes_that_wait_are_kept_by_one_process_and_need_no_further_draws() {
+    let bound = "rollout.max_step_tokens=100";
+    let with = |other: &str| RunConfig::from_toml(LEAST, &[bound, other]);
+    with("trainer.async_level=1").unwrap();
+    for other in [
+        "trainer.dynamic_sampling=true",
+        "trainer.max_processes=2",
+        "rollout.max_thinking_tokens=50",
+    ] {
+        let error = message(&with(other).unwrap_err());
+        let key = other.split('=').next().expect("a key");
+        let expected = format!("`rollout.max_step_tokens` is `100`; leave it out: with `{key}`");
+        assert!(error.contains(&expected), "{error}");
     }
 }
 

@@ -8,6 +8,7 @@ mod golden;
 mod grader;
 mod layering;
 mod mixture;
+mod overlap;
 mod parallel;
 mod proxy;
 mod reward_attacks;

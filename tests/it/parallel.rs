@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rstest::rstest;
 use serde_json::Value;
 use wardian::trajectory::{read_step, step_path};
 
@@ -158,15 +159,18 @@ fn signal(child: &Child, signal: &str) {
     assert!(sent.expect("`kill` is there").success());
 }
 
-#[test]
-fn any_number_of_processes_makes_the_same_bytes() {
+#[rstest]
+#[case::in_turn("trainer.async_level=0")]
+#[case::one_step_off("trainer.async_level=1")]
+fn any_number_of_processes_makes_the_same_bytes(#[case] level: &str) {
+    let settings: Vec<&str> = SETTINGS.into_iter().chain([level]).collect();
     let folder = tempfile::tempdir().expect("a folder");
     let (alone, together) = (folder.path().join("alone"), folder.path().join("together"));
     let of = |out| ["--seed", "3", "--out", text(out)].to_vec();
-    succeed(vec![start(&of(&alone), &SETTINGS, 0, 1, 0)]);
+    succeed(vec![start(&of(&alone), &settings, 0, 1, 0)]);
 
     // One of three is killed: the others are told, and the root saves what is done.
-    let mut children = launch(&of(&together), &SETTINGS, 3);
+    let mut children = launch(&of(&together), &settings, 3);
     wait_for_rows(&together, 1, &mut children);
     signal(&children[2], "-KILL");
     let outputs = ended(children);

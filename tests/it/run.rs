@@ -28,7 +28,7 @@ const SMALL: [&str; 12] = [
     "trainer.save_every=1",
 ];
 
-fn wardian(arguments: &[&str]) -> String {
+pub(crate) fn wardian(arguments: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
         .args(arguments)
         .output()
@@ -38,19 +38,19 @@ fn wardian(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-fn json(path: &Path) -> Value {
+pub(crate) fn json(path: &Path) -> Value {
     let text = fs_err::read_to_string(path).expect("the file is there");
     serde_json::from_str(&text).expect("the file is JSON")
 }
 
-fn episodes(run: &Path, step: u64) -> Vec<Trajectory> {
+pub(crate) fn episodes(run: &Path, step: u64) -> Vec<Trajectory> {
     read_step(&step_path(run, step))
         .expect("the step is there")
         .collect::<Result<_, _>>()
         .expect("every row reads")
 }
 
-fn train(out: &Path, extra: &[&str]) {
+pub(crate) fn train(out: &Path, extra: &[&str]) {
     let mut arguments = vec![
         "train",
         "--out",
@@ -161,12 +161,19 @@ fn the_same_seed_samples_the_same_tokens() {
 }
 
 /// Starts a run, and sends it a signal, `-KILL` or `-TERM`, once it has logged two of its steps.
-fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_wardian"))
+pub(crate) fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    command
         .args(["train", "--seed", "3", "--out"])
         .arg(out)
         .args(SMALL)
-        .args(extra)
+        .args(extra);
+    interrupt_at(command, out, 2, signal)
+}
+
+/// Starts or resumes a run, and sends it a signal once it has logged so many of its steps.
+pub(crate) fn interrupt_at(mut command: Command, out: &Path, rows: usize, signal: &str) -> Output {
+    let mut child = command
         .stderr(Stdio::piped())
         .spawn()
         .expect("the binary starts");
@@ -174,7 +181,7 @@ fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
         let text = fs_err::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
         text.lines().count()
     };
-    while logged() < 2 {
+    while logged() < rows {
         let ended = child.try_wait().expect("it can be waited for");
         assert!(
             ended.is_none(),
@@ -208,6 +215,14 @@ fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
     ],
     "model.safetensors"
 )]
+#[case::one_step_off(
+    &[
+        "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
+        "--set", "trainer.async_level=1", "--set", "trainer.dynamic_sampling=true",
+        "--set", "task.curriculum=pass_rate", "--set", "trainer.sampler_correction=token_truncate",
+    ],
+    "model.safetensors"
+)]
 fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] weights: &str) {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
@@ -219,14 +234,17 @@ fn a_killed_run_goes_on_to_the_same_bytes(#[case] settings: &[&str], #[case] wei
     assert_same_run(&whole, &killed, weights);
 }
 
-#[test]
-fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes() {
+#[rstest]
+#[case::between_steps(&["--set", "eval.every=2"])]
+#[case::while_it_samples_and_trains(&["--set", "trainer.async_level=1"])]
+fn a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bytes(#[case] extra: &[&str]) {
     let folder = tempfile::tempdir().expect("a folder");
     let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
     // Without a checkpoint on the way, what is saved is saved because of the signal.
-    // The signal comes while the second step is measured, and is not hidden by `-q`.
+    // The signal comes while the second step is measured, or in the third, and is not hidden by `-q`.
     let mut settings = vec!["--set", "trainer.steps=6", "--set", "trainer.save_every=0"];
-    settings.extend(["--set", "eval.every=2", "-q"]);
+    settings.extend(extra);
+    settings.push("-q");
     train(&whole, &settings);
     let output = interrupt(&stopped, &settings, "-TERM");
     let messages = String::from_utf8_lossy(&output.stderr);
@@ -318,7 +336,7 @@ fn refused(run: &Path, extra: &[&str], expected: &str) {
 }
 
 /// Compares weights, episodes and what was measured.
-fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
+pub(crate) fn assert_same_run(whole: &Path, resumed: &Path, weights: &str) {
     let read = |run: &Path| fs_err::read(run.join("final").join(weights)).expect("weights");
     assert!(read(whole) == read(resumed), "the weights differ");
     for step in 1..=6 {

@@ -64,6 +64,7 @@ prop_compose! {
             group: numbers.0,
             sample: numbers.1,
             policy_step: numbers.2,
+            segments: Vec::new(),
             messages,
             turns: vec![turn],
             trace,
@@ -92,6 +93,7 @@ fn example() -> Trajectory {
         group: 4,
         sample: 1,
         policy_step: 9,
+        segments: Vec::new(),
         messages: vec![
             Message::user("Double it."),
             Message::assistant("def f(x): ..."),

@@ -46,6 +46,7 @@ fn episode(task_id: &str, first: u32, length: usize, reward: Option<f64>) -> Tra
         group: 0,
         sample: 0,
         policy_step: 1,
+        segments: Vec::new(),
         messages: Vec::new(),
         turns: Vec::new(),
         trace,

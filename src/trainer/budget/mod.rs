@@ -66,6 +66,8 @@ pub struct PlanRequest {
     pub parts: usize,
     /// Passes over the episodes of a step.
     pub iterations: usize,
+    /// Whether episodes are sampled while a step trains.
+    pub overlaps: bool,
 }
 
 /// Bytes by purpose.
@@ -92,6 +94,9 @@ pub struct MemoryPlan {
     pub cache: u64,
     /// The program, and the GPU's own libraries.
     pub program: u64,
+    /// Whether it samples while it trains.
+    #[serde(skip)]
+    pub overlaps: bool,
 }
 
 impl MemoryPlan {
@@ -101,10 +106,12 @@ impl MemoryPlan {
         self.weights + self.adapter + self.optimizer + self.critic + self.program
     }
 
-    /// Returns the most that is held while the policy is trained.
+    /// Returns the most that is held while the policy is trained, with what is sampled meanwhile.
     #[must_use]
     pub fn training(&self) -> u64 {
-        self.resident() + self.gradients + self.activations + self.workspace + self.logits
+        let meanwhile = if self.overlaps { self.cache } else { 0 };
+        let training = self.gradients + self.activations + self.workspace + self.logits;
+        self.resident() + training + meanwhile
     }
 
     /// Returns the most that is held while episodes are sampled.
@@ -199,6 +206,7 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         logits: copies * 4 * chunk.min(tokens) * vocab,
         cache: request.cache_tokens as u64 * number * layers * 2 * sizes.keys,
         program: PROGRAM + if is_cpu { 0 } else { CUDA_CONTEXT },
+        overlaps: request.overlaps,
     }
 }
 

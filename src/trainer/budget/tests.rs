@@ -48,6 +48,7 @@ fn lora_on_gpu() -> PlanRequest {
         cache_tokens: 65_536,
         parts: 1,
         iterations: 1,
+        overlaps: false,
     }
 }
 
@@ -241,4 +242,27 @@ fn a_value_head_is_counted_and_is_small() {
     assert_eq!((without.critic, with.critic), (0, added));
     // Whatever the micro-batch: no copy of its hidden states is made.
     assert!((1 << 20..16 << 20).contains(&added), "{added}");
+}
+
+#[test]
+fn a_run_that_samples_while_it_trains_needs_the_room_of_both() {
+    let model = qwen3_1_7b();
+    let apart = plan(&model, &lora_on_gpu());
+    let request = PlanRequest {
+        overlaps: true,
+        ..lora_on_gpu()
+    };
+    let together = plan(&model, &request);
+    assert_eq!(together.peak(), apart.training() + apart.cache);
+    assert_eq!(together.sampling(), apart.sampling());
+    // A budget is kept to by smaller micro-batches.
+    let budget = together.peak() - (1 << 20);
+    let least = largest_micro_batch(&model, &request, budget);
+    let wide = PlanRequest {
+        micro_batch_tokens: 16_384,
+        ..request.clone()
+    };
+    assert_eq!(least, None, "its longest sequence fills it");
+    let found = largest_micro_batch(&model, &wide, together.peak() + (1 << 20));
+    assert!(found.is_some_and(|tokens| tokens < 16_384), "{found:?}");
 }

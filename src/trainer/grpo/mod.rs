@@ -19,7 +19,7 @@ use super::optim::{AdamW, LrSchedule, UpdateStatistics};
 use super::shaping::OverlongPenalty;
 use super::value::ValueHead;
 use crate::collective::Collective;
-use crate::engine::model::{Adapters, Decoder};
+use crate::engine::model::{Adapters, Decoder, Gradients};
 use crate::rollout::RolloutGroup;
 use crate::trajectory::Trajectory;
 
@@ -208,26 +208,44 @@ impl GrpoTrainer {
     }
 
     /// Updates `decoder` in place from the groups of one step, together with the processes that have the
-    /// same weights and are given the same groups.
-    ///
-    /// Episodes without a reward leave the statistics and the loss. Episodes with advantage 0 have
-    /// gradient 0 and are not run, but count in the loss's denominator.
+    /// same weights and are given the same groups: [`GrpoTrainer::gradient`] and [`GrpoTrainer::apply`].
     ///
     /// # Errors
     ///
-    /// Fails where the model refuses a sequence, where a gradient is not finite, where probabilities are
-    /// further than is accepted from those sampled with or before the step, and where another process
-    /// is lost; weights and moments are then as before the step.
+    /// As for both; weights and moments are then as before the step.
     pub fn step(
         &mut self,
         decoder: &Decoder,
         groups: &[RolloutGroup],
         ranks: &dyn Collective,
     ) -> Result<StepMetrics, TrainerError> {
-        let parts = Parts {
-            ranks,
-            count: self.config.parts,
-        };
+        let pending = self.gradient(decoder, groups, ranks)?;
+        self.apply(decoder, pending, ranks)
+    }
+
+    /// Computes the gradient of the first pass over the groups of one step. Weights are only read, so that
+    /// others may sample with them meanwhile.
+    ///
+    /// Episodes without a reward leave the statistics and the loss. Episodes with advantage 0 have
+    /// gradient 0 and are not run, but count in the loss's denominator.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the model refuses a sequence, where probabilities are further than is accepted from
+    /// those sampled with or before the step, and where another process is lost.
+    pub fn gradient(
+        &mut self,
+        decoder: &Decoder,
+        groups: &[RolloutGroup],
+        ranks: &dyn Collective,
+    ) -> Result<PendingStep, TrainerError> {
+        if self.config.iterations == 0 {
+            return Err(TrainerError::InvalidConfig {
+                field: "num_iterations",
+                reason: "0 passes teach nothing".to_owned(),
+            });
+        }
+        let parts = self.parts(ranks);
         let episodes: Vec<(usize, &Trajectory)> = groups
             .iter()
             .enumerate()
@@ -245,7 +263,7 @@ impl GrpoTrainer {
                 sequence.loss_mask.fill(false);
             }
         }
-        let mut values = self.credit(decoder, &episodes, &mut sequences, &group_of, parts)?;
+        let values = self.credit(decoder, &episodes, &mut sequences, &group_of, parts)?;
         let sequences = (sequences.into_iter().zip(group_of))
             .zip(&advantages.values)
             .filter_map(|((sequence, group), advantage)| {
@@ -258,43 +276,93 @@ impl GrpoTrainer {
             })
             .collect();
         let batches = self.batches(decoder, sequences, parts)?;
-        let learning_rate = self.schedule.rate(self.step);
+        match self.pass(decoder, &batches, parts, true) {
+            Ok(first) => Ok(PendingStep {
+                advantages,
+                values,
+                batches,
+                first,
+            }),
+            Err(error) => {
+                if let Some(critic) = &mut self.critic {
+                    critic.clear();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Updates `decoder` in place with a step's gradient, and with those of the further passes that the
+    /// step makes.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a gradient is not finite, where a further pass is refused or another process is lost;
+    /// weights and moments are then as before the step.
+    pub fn apply(
+        &mut self,
+        decoder: &Decoder,
+        pending: PendingStep,
+        ranks: &dyn Collective,
+    ) -> Result<StepMetrics, TrainerError> {
         // A single pass that is refused has changed nothing.
         let before = (self.config.iterations > 1)
             .then(|| BeforeStep::remember(decoder, &self.optimizer, self.critic.as_ref()))
             .transpose()?;
-        let mut first = None;
-        let mut ratio_max = f64::NEG_INFINITY;
-        for _ in 0..self.config.iterations {
-            let is_first = first.is_none();
-            let pass = match self.pass(decoder, &batches, parts, learning_rate, is_first) {
-                Ok(pass) => pass,
-                Err(error) => {
-                    if let Some(before) = before {
-                        (self.optimizer, self.critic) = before.restore(decoder)?;
-                    }
-                    if let Some(critic) = &mut self.critic {
-                        critic.clear();
-                    }
-                    return Err(error);
-                }
-            };
-            if is_first && let (Some(values), Some(value)) = (&mut values, pass.value) {
-                (values.loss, values.clipped) = (value.loss, value.clipped);
-                values.grad_norm = value.grad_norm;
+        match self.passes(decoder, pending, self.parts(ranks)) {
+            Ok(metrics) => {
+                self.step += 1;
+                Ok(metrics)
             }
-            ratio_max = ratio_max.max(pass.metrics.ratio_range().1);
-            first.get_or_insert(pass);
+            Err(error) => {
+                if let Some(before) = before {
+                    (self.optimizer, self.critic) = before.restore(decoder)?;
+                }
+                if let Some(critic) = &mut self.critic {
+                    critic.clear();
+                }
+                Err(error)
+            }
         }
-        self.step += 1;
-        let first = first.ok_or_else(|| TrainerError::InvalidConfig {
-            field: "num_iterations",
-            reason: "0 passes teach nothing".to_owned(),
-        })?;
+    }
+
+    fn parts<'a>(&self, ranks: &'a dyn Collective) -> Parts<'a> {
+        Parts {
+            ranks,
+            count: self.config.parts,
+        }
+    }
+
+    /// Makes all passes of a step, the first of which has its gradient.
+    fn passes(
+        &mut self,
+        decoder: &Decoder,
+        pending: PendingStep,
+        parts: Parts<'_>,
+    ) -> Result<StepMetrics, TrainerError> {
+        let PendingStep {
+            advantages,
+            mut values,
+            batches,
+            first,
+        } = pending;
+        let learning_rate = self.schedule.rate(self.step);
+        let metrics = first.metrics;
+        let (update, value) = self.update(decoder, first, learning_rate)?;
+        if let (Some(values), Some(value)) = (&mut values, value) {
+            (values.loss, values.clipped) = (value.loss, value.clipped);
+            values.grad_norm = value.grad_norm;
+        }
+        let mut ratio_max = metrics.ratio_range().1;
+        for _ in 1..self.config.iterations {
+            let pass = self.pass(decoder, &batches, parts, false)?;
+            ratio_max = ratio_max.max(pass.metrics.ratio_range().1);
+            self.update(decoder, pass, learning_rate)?;
+        }
         Ok(StepMetrics {
             ratio_max,
             value: values,
-            ..step_metrics(&advantages, &first.metrics, first.update, learning_rate)
+            ..step_metrics(&advantages, &metrics, update, learning_rate)
         })
     }
 
@@ -549,14 +617,12 @@ impl GrpoTrainer {
         })
     }
 
-    /// One pass over the micro-batches and one update; refused, it changes nothing but the value head's
-    /// gradient.
+    /// The gradient of one pass over the micro-batches; it changes nothing but the value head's gradient.
     fn pass(
         &mut self,
         decoder: &Decoder,
         batches: &Batches,
         parts: Parts<'_>,
-        learning_rate: f64,
         is_first: bool,
     ) -> Result<Pass, TrainerError> {
         let config = &self.config;
@@ -584,7 +650,23 @@ impl GrpoTrainer {
         if !of_head.is_finite() {
             return Err(TrainerError::GradientNotFinite { norm: of_head });
         }
-        let update = self.optimizer.step(decoder, &gradients, learning_rate)?;
+        Ok(Pass { gradients, metrics })
+    }
+
+    /// One update with a pass's gradient; refused, it changes nothing.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "its gradient is freed before the next is made"
+    )]
+    fn update(
+        &mut self,
+        decoder: &Decoder,
+        pass: Pass,
+        learning_rate: f64,
+    ) -> Result<(UpdateStatistics, Option<ValueMetrics>), TrainerError> {
+        let update = self
+            .optimizer
+            .step(decoder, &pass.gradients, learning_rate)?;
         // The head's step size moves with the policy's.
         let scale = learning_rate / self.schedule.learning_rate;
         let value = match &mut self.critic {
@@ -599,12 +681,17 @@ impl GrpoTrainer {
             }
             None => None,
         };
-        Ok(Pass {
-            metrics,
-            update,
-            value,
-        })
+        Ok((update, value))
     }
+}
+
+/// A step whose first gradient is computed and not applied yet.
+#[derive(Debug)]
+pub struct PendingStep {
+    advantages: Advantages,
+    values: Option<ValueMetrics>,
+    batches: Batches,
+    first: Pass,
 }
 
 /// What the passes of a step go over.
@@ -616,12 +703,11 @@ struct Batches {
     targets: usize,
 }
 
-/// What one pass did.
+/// What one pass found.
 #[derive(Debug)]
 struct Pass {
+    gradients: Gradients,
     metrics: LossMetrics,
-    update: UpdateStatistics,
-    value: Option<ValueMetrics>,
 }
 
 /// Returns the sequences of the episodes, without advantages; those without a reward keep their place

@@ -1,6 +1,7 @@
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
 
+use super::super::loss::{CorrectionLevel, OutOfBounds, SamplerCorrection};
 use super::*;
 use crate::collective::Solo;
 use crate::engine::model::tests_support::toy;
@@ -18,6 +19,7 @@ fn episode(sample: u32, sampled: &[u32], reward: Option<f64>, parts: &[(&str, f6
         group: 0,
         sample,
         policy_step: 0,
+        segments: Vec::new(),
         messages: Vec::new(),
         turns: Vec::new(),
         trace,
@@ -224,4 +226,145 @@ fn an_episode_without_a_reward_is_not_run() {
         .unwrap();
     assert_eq!(scored[0].reference, None);
     assert!(scored[1].reference.is_some());
+}
+
+/// Returns the log-probabilities of each episode's sampled tokens as the policy has them now.
+fn logprobs_now(decoder: &Decoder, episodes: &[Trajectory]) -> Vec<Vec<f64>> {
+    let episodes: Vec<_> = episodes.iter().map(|episode| (0, episode)).collect();
+    let sequences = sequences(&episodes);
+    let groups = vec![0; sequences.len()];
+    let score = |micro: &MicroBatch| {
+        let scores = score_micro_batch(decoder, micro, Adapters::On, 1.0)?;
+        Ok(scores.logprobs)
+    };
+    let budget = (1000, &LossConfig::default());
+    ALONE
+        .score("scoring", (&sequences, &groups), budget, score)
+        .unwrap()
+}
+
+/// Episodes of a policy, a good one and a bad one, and the same policy some updates later.
+fn off_policy(config: GrpoConfig) -> (GrpoTrainer, Decoder, Vec<Trajectory>) {
+    let (mut trainer, decoder) = trainer(config);
+    let mut episodes = vec![
+        episode(0, &[3, 4, 5], Some(1.0), &[]),
+        episode(1, &[6, 7], Some(0.0), &[]),
+    ];
+    let sampled = logprobs_now(&decoder, &episodes);
+    for (episode, logprobs) in episodes.iter_mut().zip(&sampled) {
+        #[expect(clippy::cast_possible_truncation, reason = "logits are f32")]
+        let logprobs: Vec<f32> = logprobs.iter().map(|&logprob| logprob as f32).collect();
+        let ids = episode.trace.ids()[2..].to_vec();
+        episode.trace = TokenTrace::new();
+        episode.trace.push_prompt(&[1, 2]).unwrap();
+        episode.trace.push_sampled(&ids, &logprobs).unwrap();
+    }
+    // What is learned meanwhile makes each of them likelier or less likely.
+    let other = group(vec![
+        episode(0, &[3, 4, 9], Some(0.0), &[]),
+        episode(1, &[6, 8], Some(1.0), &[]),
+    ]);
+    for _ in 0..8 {
+        let other = std::slice::from_ref(&other);
+        trainer.step(&decoder, other, &Solo).unwrap();
+    }
+    (trainer, decoder, episodes)
+}
+
+/// The loss of episodes with rewards 1 and 0, given each token's term for its ratio and advantage.
+fn loss_by_hand(
+    sampled: &[Trajectory],
+    now: &[Vec<f64>],
+    term: impl Fn(f64, f64) -> f64,
+) -> (f64, Vec<f64>) {
+    // Half of the difference, by the deviation of two rewards that are 1 apart.
+    let advantage = 0.5 / (0.5_f64.sqrt() + AdvantageConfig::default().eps);
+    let (mut terms, mut ratios) = (Vec::new(), Vec::new());
+    for ((episode, now), advantage) in sampled.iter().zip(now).zip([advantage, -advantage]) {
+        for (sampled, now) in episode.trace.logprobs()[2..].iter().zip(now) {
+            let ratio = (now - f64::from(*sampled)).exp();
+            terms.push(term(ratio, advantage));
+            ratios.push(ratio);
+        }
+    }
+    (terms.iter().sum::<f64>() / terms.len() as f64, ratios)
+}
+
+#[test]
+fn episodes_of_an_older_policy_are_weighed_by_their_ratio_to_it() {
+    let (mut trainer, decoder, episodes) = off_policy(config());
+    let now = logprobs_now(&decoder, &episodes);
+    let (expected, ratios) = loss_by_hand(&episodes, &now, |ratio, advantage| {
+        -(ratio * advantage).min(ratio.clamp(0.8, 1.2) * advantage)
+    });
+    assert!(
+        ratios.iter().any(|ratio| (ratio - 1.0).abs() > 0.05),
+        "{ratios:?}"
+    );
+    let below: f64 = ratios.iter().map(|ratio| -ratio.ln()).sum::<f64>() / ratios.len() as f64;
+    let metrics = trainer.step(&decoder, &[group(episodes)], &Solo).unwrap();
+    assert!(
+        (metrics.loss - expected).abs() < 1e-6,
+        "{} {expected}",
+        metrics.loss
+    );
+    // How far the policy that learns is from the one that sampled: what `drift` watches.
+    assert!((metrics.kl_sample_train - below).abs() < 1e-6);
+}
+
+#[test]
+fn a_correction_takes_the_policy_before_the_update_for_the_ratio_and_weighs_the_step_between() {
+    // Decoupled PPO (AReaL, arXiv:2505.24298, equation 5) with truncated weights.
+    let correction = SamplerCorrection {
+        level: CorrectionLevel::Token,
+        out_of_bounds: OutOfBounds::Truncate,
+        max: 1.05,
+        min: None,
+    };
+    let decoupled = GrpoConfig {
+        recompute_old: true,
+        loss: LossConfig {
+            correction: Some(correction),
+            ..LossConfig::default()
+        },
+        ..config()
+    };
+    let (mut trainer, decoder, episodes) = off_policy(decoupled);
+    let now = logprobs_now(&decoder, &episodes);
+    let weigh = |ratio: f64, advantage: f64| -ratio.min(1.05) * advantage;
+    let (expected, ratios) = loss_by_hand(&episodes, &now, weigh);
+    assert!(ratios.iter().any(|&ratio| ratio > 1.05), "{ratios:?}");
+    let metrics = trainer.step(&decoder, &[group(episodes)], &Solo).unwrap();
+    assert!(
+        (metrics.loss - expected).abs() < 1e-6,
+        "{} {expected}",
+        metrics.loss
+    );
+    assert!(
+        (metrics.ratio_mean - 1.0).abs() < 1e-9,
+        "{}",
+        metrics.ratio_mean
+    );
+    let mean = ratios.iter().map(|ratio| ratio.min(1.05)).sum::<f64>() / ratios.len() as f64;
+    assert!((metrics.correction_mean - mean).abs() < 1e-6);
+}
+
+#[test]
+fn a_gradient_that_is_not_applied_changes_nothing() {
+    let (mut trainer, decoder, episodes) = off_policy(config());
+    let before = logprobs_now(&decoder, &episodes);
+    let groups = [group(episodes.clone())];
+    let version = decoder.version();
+    drop(trainer.gradient(&decoder, &groups, &Solo).unwrap());
+    assert_eq!(decoder.version(), version);
+    assert_eq!(logprobs_now(&decoder, &episodes), before);
+    // Done later, the step is the same one.
+    let metrics = trainer.step(&decoder, &groups, &Solo).unwrap();
+    let (mut other, twin, _) = off_policy(config());
+    let pending = other.gradient(&twin, &groups, &Solo).unwrap();
+    assert_eq!(other.apply(&twin, pending, &Solo).unwrap(), metrics);
+    assert_eq!(
+        logprobs_now(&twin, &episodes),
+        logprobs_now(&decoder, &episodes)
+    );
 }

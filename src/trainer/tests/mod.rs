@@ -26,6 +26,11 @@ fn lora() -> Trainable {
     })
 }
 
+/// Adds no files to a checkpoint.
+fn nothing(_: &std::path::Path) -> Result<(), TrainerError> {
+    Ok(())
+}
+
 /// A toy whose numbers are large enough for every part to matter.
 fn decoder(kind: ModelType, dtype: DType, trainable: &Trainable) -> Decoder {
     decoder_of(toy(kind), dtype, trainable)
@@ -612,7 +617,16 @@ fn a_resumed_run_has_the_bits_of_an_uninterrupted_one(
         seed: 3,
         extra: serde_json::json!({"cursor": 17}),
     };
-    let path = save_checkpoint(run.path(), &whole, &optimizer, None, &state, Some("toy")).unwrap();
+    let path = save_checkpoint(
+        run.path(),
+        &whole,
+        &optimizer,
+        None,
+        &state,
+        Some("toy"),
+        nothing,
+    )
+    .unwrap();
     train(&whole, &mut optimizer, 2);
 
     assert_eq!(latest_checkpoint(run.path()).unwrap(), Some(path.clone()));
@@ -636,7 +650,7 @@ fn a_checkpoint_of_another_kind_is_refused_by_name() {
         seed: 0,
         extra: serde_json::Value::Null,
     };
-    let path = save_checkpoint(run.path(), &full, &optimizer, None, &state, None).unwrap();
+    let path = save_checkpoint(run.path(), &full, &optimizer, None, &state, None, nothing).unwrap();
     let adapted = decoder(ModelType::Qwen3, DType::F32, &lora());
     let mut optimizer = AdamW::new(&adapted, AdamWConfig::default()).unwrap();
     let error = load_checkpoint(&path, &adapted, &mut optimizer, None)

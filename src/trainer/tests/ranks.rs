@@ -32,6 +32,7 @@ fn groups() -> Vec<RolloutGroup> {
             group: group.into(),
             sample,
             policy_step: 0,
+            segments: Vec::new(),
             messages: Vec::new(),
             turns: Vec::new(),
             trace,

@@ -180,6 +180,7 @@ fn episodes(decoder: &Decoder) -> RolloutGroup {
             group: 0,
             sample,
             policy_step: 0,
+            segments: Vec::new(),
             messages: Vec::new(),
             turns: Vec::new(),
             trace,
@@ -282,7 +283,8 @@ fn a_value_head_is_saved_and_goes_on_to_the_same_bits() {
     };
     steps(&mut trainer, &whole);
     let (optimizer, critic) = (trainer.optimizer(), trainer.critic());
-    let path = save_checkpoint(run.path(), &whole, optimizer, critic, &state, None).unwrap();
+    let path =
+        save_checkpoint(run.path(), &whole, optimizer, critic, &state, None, nothing).unwrap();
     steps(&mut trainer, &whole);
 
     let resumed = decoder(ModelType::Qwen3, DType::F32, &Trainable::Full);
