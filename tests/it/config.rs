@@ -388,7 +388,8 @@ fn an_environment_has_the_runs_settings_but_for_its_own() {
     let single = RunConfig::from_toml(LEAST, &[""; 0]).unwrap();
     assert!(!single.to_toml().unwrap().contains("environments"));
     // A preset's own tasks give way.
-    let seeded = RunConfig::from_toml(TWO, &["preset=seed-mbpp"]).unwrap();
+    let seeded = format!("preset = 'seed-mbpp'\n{TWO}");
+    let seeded = RunConfig::from_toml::<&str>(&seeded, &[]).unwrap();
     assert_eq!((seeded.task.path.as_str(), seeded.task.split), ("", None));
 }
 
