@@ -571,9 +571,10 @@ pub struct TrainerConfig {
     /// Tokens of one forward and backward pass, which bounds memory and changes nothing else;
     /// 16384 unless given.
     pub micro_batch_tokens: usize,
-    /// Memory that the run is to stay below, by the calculation that `wardian plan` prints: says the
-    /// tokens of a forward and backward pass, `micro_batch_tokens` at the most, and whether layers are
-    /// run again in it; no budget unless given.
+    /// Memory that the run is to stay below: says the tokens of a forward and backward pass,
+    /// `micro_batch_tokens` at the most, and whether layers are run again in it, first by the calculation
+    /// that `wardian plan` prints, then, where a pass is measured to take more, by halving; no budget
+    /// unless given.
     #[serde(
         with = "units::optional_byte_size",
         skip_serializing_if = "Option::is_none"

@@ -1,4 +1,4 @@
-//! How much memory this process may still take.
+//! How much memory this process has, and how much it may still take.
 
 use std::path::Path;
 
@@ -18,6 +18,62 @@ pub fn available_memory(device: &Device) -> Option<u64> {
         Device::Cuda(_) => None,
         Device::Metal(_) => None,
     }
+}
+
+/// Returns whether an error says that a device had no memory left for a tensor. What was allocated before
+/// is whole, so that work that asks for less can go on.
+#[must_use]
+pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
+    // By name: the types are those of a library that is there only in builds for a GPU, behind layers
+    // of contexts that the tensor library adds.
+    const NAMES: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if NAMES.iter().any(|name| text.contains(name)) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+/// Measures the most main memory that this process has at a time.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PeakMemory;
+
+impl PeakMemory {
+    /// Begins anew, and returns the bytes that are held now; `None` where the system cannot do that.
+    #[must_use]
+    pub fn restart() -> Option<u64> {
+        // Linux sets the peak to what is resident (proc(5), since 4.0).
+        fs_err::write("/proc/self/clear_refs", "5").ok()?;
+        of_status("VmRSS:")
+    }
+
+    /// Gives memory that waits for its next use back to the system: it counts as held.
+    pub fn release() {
+        super::model::ops::free_unused();
+        #[cfg(target_env = "gnu")]
+        #[expect(
+            unsafe_code,
+            reason = "a call of the C library, whose allocator keeps what is freed"
+        )]
+        // SAFETY: it may be called at any time by any thread, and changes nothing that is in use.
+        unsafe {
+            libc::malloc_trim(0);
+        }
+    }
+
+    /// Returns the most bytes that were held since; `None` where nobody tells.
+    #[must_use]
+    pub fn read() -> Option<u64> {
+        of_status("VmHWM:")
+    }
+}
+
+fn of_status(key: &str) -> Option<u64> {
+    kilobytes(&fs_err::read_to_string("/proc/self/status").ok()?, key)
 }
 
 /// Returns what the system has left, or the control group of this process (a container's limit), if
@@ -46,9 +102,12 @@ fn main_memory() -> Option<u64> {
 
 /// Reads the line `MemAvailable: 123 kB`.
 fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kilobytes(meminfo, "MemAvailable:")
+}
+
+/// Reads the line of a key, such as `VmRSS:   123 kB`, in bytes.
+fn kilobytes(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kilobytes.checked_mul(1024)
 }
@@ -84,5 +143,37 @@ mod tests {
         assert_eq!(number("4096\n"), Some(4096));
         let available = available_memory(&Device::Cpu).expect("Linux tells it");
         assert!(available > 1 << 20, "{available}");
+    }
+
+    #[test]
+    fn a_peak_is_that_since_the_last_restart() {
+        // More than what other tests of this process may hold for a while.
+        let large = 512 << 20;
+        let hold = || {
+            let mut block = vec![0_u8; large];
+            // Pages are there once they are written.
+            block.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
+            std::hint::black_box(&block);
+        };
+        let before = PeakMemory::restart().expect("Linux tells it");
+        hold();
+        let peak = PeakMemory::read().expect("Linux tells it");
+        assert!(peak >= before + large as u64 / 2, "{peak} after {before}");
+        PeakMemory::restart().expect("Linux tells it");
+        let after = PeakMemory::read().expect("Linux tells it");
+        assert!(after + large as u64 / 2 <= peak, "{after} after {peak}");
+    }
+
+    #[test]
+    fn a_full_device_is_known_behind_any_context() {
+        let full = || {
+            let text = "DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")";
+            candle_core::Error::Cuda(text.into())
+        };
+        assert!(is_out_of_memory(&full()));
+        assert!(is_out_of_memory(&full().context("matmul").bt()));
+        let model = crate::engine::model::ModelError::from(full());
+        assert!(is_out_of_memory(&model));
+        assert!(!is_out_of_memory(&candle_core::Error::Msg("shape".into())));
     }
 }

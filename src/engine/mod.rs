@@ -60,7 +60,7 @@ pub use handle::{
 pub use kv_cache::{KvCache, RowId};
 pub use limits::RequestLimits;
 pub use loader::LoadedModel;
-pub use memory::available_memory;
+pub use memory::{PeakMemory, available_memory, is_out_of_memory};
 pub use sampling::{SamplingParams, SequenceSeed, ThinkingBudget, TokenLogprob};
 pub use sequence::{FinishReason, Finished, SequenceId, TurnSoFar};
 pub use text_stream::{StopText, TextStream};

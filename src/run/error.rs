@@ -58,8 +58,8 @@ pub enum RunError {
     },
     /// Tasks to measure on are also learned from.
     #[error(
-        "`{id}` is learned from{} and measured on, one of {count} such; set `eval_path`, or `split` and \
-         `eval_split`, beside its `path`, so that they differ",
+        "`{id}` is learned from{} and measured on, one of {count} such; set `{section}.eval_path`, or \
+         `{section}.split` and `{section}.eval_split`, so that they differ",
         learned_as.as_ref().map_or_else(String::new, |name| format!(", as `{name}`,"))
     )]
     NotHeldOut {
@@ -67,6 +67,8 @@ pub enum RunError {
         id: String,
         /// What it is called where it is learned from, if that is another name.
         learned_as: Option<String>,
+        /// The section of the run file that says what is measured on.
+        section: String,
         /// How many.
         count: usize,
     },

@@ -1,10 +1,17 @@
-//! A run's memory: what it is planned to be, and how micro-batches keep to a budget.
+//! A run's memory: what it is planned to be, and how micro-batches keep to a budget, by calculation and
+//! by measurement.
+
+use bytesize::ByteSize;
+use serde::{Deserialize, Serialize};
 
 use super::RunError;
 use super::policy::{Policy, held_in, trainable};
 use crate::config::{AdvantageEstimator, RunConfig};
+use crate::engine::PeakMemory;
 use crate::engine::model::{ModelConfig, Trainable};
-use crate::trainer::{MicroBatches, Place, PlanRequest, choose, parameter_count, plan};
+use crate::trainer::{
+    MemoryGuard, MicroBatches, Place, PlanRequest, choose, parameter_count, plan,
+};
 
 /// Parameters above which layers are run again in the backward pass instead of kept: small models
 /// fit without, and save a third of the arithmetic.
@@ -55,7 +62,7 @@ pub fn keep_to_budget(
         RunError::MemoryBudget {
             budget,
             longest: request.longest,
-            needed: bytesize::ByteSize(plan(model, &least).peak()),
+            needed: ByteSize(plan(model, &least).peak()),
         }
     })
 }
@@ -92,6 +99,51 @@ pub(super) fn micro_batches(
         tracing::info!(tokens, recompute, "micro-batches within the memory budget");
     }
     Ok(chosen)
+}
+
+/// Returns what holds a policy's passes to the budget by measurement, or sees that a GPU has no room.
+pub(super) fn memory_guard(config: &RunConfig, policy: &Policy) -> Option<MemoryGuard> {
+    if !policy.decoder.device().is_cpu() {
+        return Some(MemoryGuard::of_device());
+    }
+    let budget = config.trainer.memory_budget?;
+    if PeakMemory::restart().is_none() {
+        tracing::warn!(
+            "the system does not tell what a pass takes, so the memory budget is kept by calculation alone"
+        );
+    }
+    Some(MemoryGuard::new(budget.as_u64(), Box::new(PeakMemory)))
+}
+
+/// How micro-batches go through the model since a pass took more than the budget: a run that goes on
+/// does not find out again, which it might at another step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct MeasuredChoice {
+    /// What was chosen by calculation.
+    planned: MicroBatches,
+    budget: Option<u64>,
+    measured: MicroBatches,
+}
+
+impl MeasuredChoice {
+    /// Returns what is to be remembered where measuring changed what was planned.
+    pub(super) fn new(
+        config: &RunConfig,
+        planned: MicroBatches,
+        measured: MicroBatches,
+    ) -> Option<Self> {
+        (planned != measured).then(|| Self {
+            planned,
+            budget: config.trainer.memory_budget.map(|budget| budget.as_u64()),
+            measured,
+        })
+    }
+
+    /// Returns what was found for a run that is planned so; nothing if it has other settings now.
+    pub(super) fn of(&self, config: &RunConfig, planned: MicroBatches) -> Option<MicroBatches> {
+        let again = Self::new(config, planned, self.measured);
+        (again.as_ref() == Some(self)).then_some(self.measured)
+    }
 }
 
 #[cfg(test)]
@@ -132,5 +184,24 @@ mod tests {
         }
         config.trainer.advantage = AdvantageEstimator::Gae;
         assert!(plan_request(&config, &model, Place::Cpu).critic);
+    }
+
+    #[test]
+    fn what_was_found_holds_for_the_settings_that_it_was_found_with() {
+        let mut config = RunConfig::default();
+        config.trainer.memory_budget = Some(ByteSize::gib(8));
+        let choice = |micro_batch_tokens| MicroBatches {
+            micro_batch_tokens,
+            recompute: false,
+        };
+        assert_eq!(MeasuredChoice::new(&config, choice(64), choice(64)), None);
+        let found = MeasuredChoice::new(&config, choice(64), choice(32)).unwrap();
+        let text = serde_json::to_string(&found).unwrap();
+        let found: MeasuredChoice = serde_json::from_str(&text).unwrap();
+        assert_eq!(found.of(&config, choice(64)), Some(choice(32)));
+        // Another plan, or another budget, is measured anew.
+        assert_eq!(found.of(&config, choice(128)), None);
+        config.trainer.memory_budget = Some(ByteSize::gib(9));
+        assert_eq!(found.of(&config, choice(64)), None);
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct MetricsRow {
     /// What is told of each environment.
     #[serde(flatten)]
     pub(super) environments: BTreeMap<String, f64>,
+    #[serde(flatten)]
+    pub(super) memory: Option<MemoryMetrics>,
     /// What looks wrong in it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) anomalies: Vec<Kind>,
@@ -41,6 +43,19 @@ pub(super) struct MetricsRow {
     pub(super) generate_time: f64,
     pub(super) update_time: f64,
     pub(super) tokens_per_second: f64,
+}
+
+/// How a step kept to its memory.
+#[derive(Debug, Serialize)]
+pub(super) struct MemoryMetrics {
+    /// The most that the process held in a pass, in bytes; none where it is not measured.
+    #[serde(rename = "memory/peak_bytes", skip_serializing_if = "Option::is_none")]
+    pub(super) peak: Option<u64>,
+    #[serde(rename = "memory/micro_batch_tokens")]
+    pub(super) micro_batch_tokens: usize,
+    /// 1 where layers are run again.
+    #[serde(rename = "memory/recompute")]
+    pub(super) recompute: u8,
 }
 
 /// The line of an evaluation within a run.

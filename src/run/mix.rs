@@ -142,6 +142,10 @@ impl Mix {
         Err(RunError::NotHeldOut {
             id: first.id.clone(),
             learned_as: (*name != first.id).then(|| name.clone()),
+            section: match environment_of(&first.id).filter(|_| self.is_named()) {
+                Some(name) => format!("environments.{name}"),
+                None => "task".to_owned(),
+            },
             count: shared.count() + 1,
         })
     }

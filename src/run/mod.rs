@@ -84,6 +84,13 @@ pub enum RunEvent<'a> {
         /// What was found, likely causes and what helps.
         message: &'a str,
     },
+    /// A pass that took more memory than it may.
+    Memory {
+        /// The step.
+        step: usize,
+        /// What it took, and what was done about it.
+        message: &'a str,
+    },
     /// One step of supervised fine-tuning done.
     SftStep {
         /// Steps done.

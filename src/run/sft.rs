@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::algorithm::optimizer_config;
 use super::evaluate::{by_environment, evaluate};
-use super::memory::{micro_batches, policy_request};
+use super::memory::{memory_guard, micro_batches, policy_request};
 use super::train::new_engine;
 use super::workbench::evaluation_tasks;
 use super::{Observer, Policy, RunError, RunEvent, Workbench};
@@ -152,7 +152,8 @@ pub fn sft(
             kind: ScheduleKind::Cosine,
         },
         AdamW::new(&policy.decoder, optimizer)?,
-    )?;
+    )?
+    .with_memory_guard(memory_guard(config, policy));
     let mut measured = (options.measure_every > 0)
         .then(|| Ok::<_, RunError>((evaluation_tasks(config)?, new_engine(config, policy)?)))
         .transpose()?;
@@ -165,6 +166,13 @@ pub fn sft(
     for step in 1..=options.steps {
         let metrics = trainer.step(&policy.decoder)?;
         outcome.steps = step;
+        for change in trainer.take_memory_changes() {
+            let message = change.to_string();
+            observer(RunEvent::Memory {
+                step,
+                message: &message,
+            });
+        }
         observer(RunEvent::SftStep {
             step,
             loss: metrics.loss,

@@ -13,7 +13,10 @@ use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::draw::{DrawState, Place, StepEpisodes, TaskDraws};
 use super::evaluate::{by_environment, evaluate};
 use super::folder::RunFolder;
-use super::metrics::{EpisodeMetrics, EvaluationRow, MetricsRow, environment_metrics};
+use super::memory::{MeasuredChoice, memory_guard};
+use super::metrics::{
+    EpisodeMetrics, EvaluationRow, MemoryMetrics, MetricsRow, environment_metrics,
+};
 use super::mix::Mix;
 use super::policy::Policy;
 use super::ranks::{check_alike, gather};
@@ -27,7 +30,7 @@ use crate::engine::{Engine, EngineConfig, PrefixCaching};
 use crate::eval::EvalReport;
 use crate::rollout::{CollectorStats, PausedRecord, RolloutGroup, derive_seed};
 use crate::trainer::{
-    AdamW, GrpoTrainer, StepMetrics, TrainState, checkpoint_path, checkpoint_steps,
+    AdamW, GrpoTrainer, MicroBatches, StepMetrics, TrainState, checkpoint_path, checkpoint_steps,
     load_checkpoint, prune_checkpoints, remove_partial_checkpoints, save_checkpoint,
     shuffle_rewards,
 };
@@ -62,6 +65,9 @@ struct Progress {
     /// Groups that wait to go on, in a file of their own.
     #[serde(skip)]
     paused: Vec<PausedRecord>,
+    /// How micro-batches go through the model, where that was found by measuring.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    micro_batches: Option<MeasuredChoice>,
     wall_s: f64,
 }
 
@@ -74,6 +80,8 @@ struct Run<'a> {
     /// The root's.
     folder: Option<RunFolder>,
     trainer: GrpoTrainer,
+    /// How micro-batches go through the model by calculation.
+    planned: MicroBatches,
     progress: Progress,
     /// The episodes of the next step, if they are sampled already.
     ahead: Option<Ahead>,
@@ -151,6 +159,30 @@ impl Run<'_> {
             self.progress.paused = ahead.paused_before;
             self.saved = None;
         }
+    }
+
+    /// Tells what was done about the memory of a step's passes, remembers it, and returns what is logged
+    /// of it.
+    fn account_for_memory(
+        &mut self,
+        step: usize,
+        observer: &mut Observer<'_>,
+    ) -> Option<MemoryMetrics> {
+        for change in self.trainer.take_memory_changes() {
+            let message = change.to_string();
+            observer(RunEvent::Memory {
+                step,
+                message: &message,
+            });
+        }
+        let now = self.trainer.micro_batches();
+        self.progress.micro_batches = MeasuredChoice::new(self.config, self.planned, now);
+        let is_logged = self.config.trainer.memory_budget.is_some() || now != self.planned;
+        is_logged.then(|| MemoryMetrics {
+            peak: self.trainer.peak_memory(),
+            micro_batch_tokens: now.micro_batch_tokens,
+            recompute: now.recompute.into(),
+        })
     }
 
     fn log(&mut self, row: &impl Serialize) -> Result<(), RunError> {
@@ -347,6 +379,7 @@ fn train_together(
             paused_before: std::mem::replace(&mut run.progress.paused, draws.records()),
         });
         run.step = step;
+        let memory = run.account_for_memory(step, observer);
         let max_drift = config.trainer.max_kl_sample_train;
         found.extend(run.progress.watch.after_update(watch, max_drift, &metrics));
         let elapsed = step_started.elapsed();
@@ -355,6 +388,7 @@ fn train_together(
             metrics,
             episodes: episode_metrics,
             environments: environment_metrics(config.environments.keys(), &episodes.groups),
+            memory,
             anomalies: found.iter().map(|found| found.kind).collect(),
             set_aside: episodes.set_aside.len(),
             staleness: (sampler.is_some() || config.rollout.max_step_tokens.is_some())
@@ -479,14 +513,23 @@ fn begin<'a>(
     } else {
         Some(RunFolder::create(out, &run_toml, &config.log)?)
     };
-    let trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer);
+    let mut trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer)
+        .with_critic(critic)
+        .with_memory_guard(memory_guard(config, policy))
+        .resume_after(step.unwrap_or(0));
+    let planned = trainer.micro_batches();
+    let found = progress.micro_batches.as_ref();
+    if let Some(found) = found.and_then(|found| found.of(config, planned)) {
+        trainer.set_micro_batches(found);
+    }
     Ok(Run {
         config,
         policy,
         out,
         ranks: options.ranks,
         folder,
-        trainer: trainer.with_critic(critic).resume_after(step.unwrap_or(0)),
+        trainer,
+        planned,
         wall_before: progress.wall_s,
         progress,
         ahead,
@@ -557,7 +600,7 @@ fn update(
         .transpose()?;
     let started = Instant::now();
     let applied = match pending {
-        Ok(pending) => match trainer.apply(decoder, pending, ranks) {
+        Ok(pending) => match trainer.apply(decoder, pending, groups, ranks) {
             Ok(metrics) => Ok(metrics),
             Err(error) => Err(refuse(error)?),
         },

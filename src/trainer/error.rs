@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use super::memory::Overshoot;
 use crate::collective::CollectiveError;
 use crate::engine::model::ModelError;
 
@@ -77,6 +78,26 @@ pub enum TrainerError {
         found: f64,
         /// The largest that is accepted.
         limit: f64,
+    },
+
+    // === Memory ===
+    /// A pass took more memory than it may, and can be made smaller; weights are as before the step. A
+    /// trainer with a guard does the step again, so it is not seen from outside.
+    #[error("{overshoot}")]
+    Memory {
+        /// What it took.
+        overshoot: Overshoot,
+    },
+    /// A device has no room for one sequence.
+    #[error(
+        "the device has no room for a pass over {tokens} tokens, and nothing is left to make smaller; \
+         lower `rollout.max_total_tokens`, `rollout.max_cache_tokens` or `trainer.lora_rank`"
+    )]
+    OutOfMemory {
+        /// Tokens of the pass.
+        tokens: usize,
+        /// What the device said.
+        source: Box<TrainerError>,
     },
 
     // === Checkpoints ===

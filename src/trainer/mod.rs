@@ -10,6 +10,7 @@ mod gradient;
 mod grpo;
 mod logprob;
 mod loss;
+mod memory;
 mod optim;
 mod sft;
 mod shaping;
@@ -46,6 +47,7 @@ pub use loss::{
     Aggregation, CorrectionLevel, KlEstimator, LossConfig, LossMetrics, MaskedSequences,
     OutOfBounds, RatioLevel, SamplerCorrection, SequenceTokens, StepTotals, Surrogate, TokenTerm,
 };
+pub use memory::{MeasuredMemory, MemoryChange, MemoryGuard, MemoryMeter, Overshoot};
 pub use optim::{AdamW, AdamWConfig, LrSchedule, ScheduleKind, UpdateStatistics};
 pub use sft::{SftConfig, SftMetrics, SftTrainer};
 pub use shaping::OverlongPenalty;

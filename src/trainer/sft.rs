@@ -6,8 +6,10 @@ use rand_chacha::ChaCha8Rng;
 
 use super::TrainerError;
 use super::batch::{TrainSequence, pack};
+use super::budget::MicroBatches;
 use super::gradient::{PassConfig, accumulate_nll_gradient};
 use super::loss::{Aggregation, LossConfig, LossMetrics};
+use super::memory::{MemoryChange, MemoryGuard, MemoryLog};
 use super::optim::{AdamW, LrSchedule};
 use crate::engine::model::Decoder;
 use crate::trajectory::TokenTrace;
@@ -45,6 +47,8 @@ pub struct SftTrainer {
     sequences: Vec<TrainSequence>,
     order: Vec<usize>,
     random: ChaCha8Rng,
+    guard: Option<MemoryGuard>,
+    memory: MemoryLog,
     step: usize,
 }
 
@@ -85,8 +89,21 @@ impl SftTrainer {
             sequences,
             order: Vec::new(),
             random,
+            guard: None,
+            memory: MemoryLog::default(),
             step: 0,
         })
+    }
+
+    /// Keeps its passes within the memory that `guard` lets them have, by smaller micro-batches.
+    #[must_use]
+    pub fn with_memory_guard(self, guard: Option<MemoryGuard>) -> Self {
+        Self { guard, ..self }
+    }
+
+    /// Returns what was done about the memory of passes since the last call.
+    pub fn take_memory_changes(&mut self) -> Vec<MemoryChange> {
+        self.memory.take()
     }
 
     /// Learns the next batch; every trace is met once before any is met again.
@@ -108,20 +125,27 @@ impl SftTrainer {
             ..LossConfig::default()
         };
         let totals = loss.totals(batch.iter().map(TrainSequence::trainable_tokens));
-        let pass = PassConfig {
-            temperature: 1.0,
+        let mut chosen = MicroBatches {
+            micro_batch_tokens: self.config.micro_batch_tokens,
             recompute: self.config.recompute,
         };
-        let mut gradients = decoder.zero_gradients();
-        let mut metrics = LossMetrics::default();
-        for micro in pack(&batch, self.config.micro_batch_tokens, &loss, totals)? {
-            metrics.merge(&accumulate_nll_gradient(
-                decoder,
-                &micro,
-                pass,
-                &mut gradients,
-            )?);
-        }
+        let (guard, is_gpu) = (self.guard.as_ref(), !decoder.is_fused());
+        let made = (self.memory).keep_within(guard, &mut chosen, is_gpu, |chosen, watch| {
+            let pass = PassConfig {
+                temperature: 1.0,
+                recompute: chosen.recompute,
+            };
+            let mut gradients = decoder.zero_gradients();
+            let mut metrics = LossMetrics::default();
+            for micro in pack(&batch, chosen.micro_batch_tokens, &loss, totals)? {
+                let add = || accumulate_nll_gradient(decoder, &micro, pass, &mut gradients);
+                metrics.merge(&watch.pass(&micro, add)?);
+            }
+            Ok((gradients, metrics))
+        });
+        self.config.micro_batch_tokens = chosen.micro_batch_tokens;
+        self.config.recompute = chosen.recompute;
+        let (gradients, metrics) = made?;
         let rate = self.schedule.rate(self.step);
         let update = self.optimizer.step(decoder, &gradients, rate)?;
         self.step += 1;

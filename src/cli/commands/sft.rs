@@ -143,6 +143,10 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
                 counted(report.tasks, "task")
             ));
         }
+        RunEvent::Memory { step, message } => {
+            printer.make_way();
+            printer.warning(&format!("step {step}: {message}"));
+        }
         _ => {}
     };
     let outcome = sft(

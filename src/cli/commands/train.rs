@@ -151,7 +151,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
                 elapsed.as_secs_f64(),
             ),
         ),
-        RunEvent::Anomaly { step, message } => {
+        RunEvent::Anomaly { step, message } | RunEvent::Memory { step, message } => {
             printer.make_way();
             printer.warning(&format!("step {step}: {message}"));
         }

@@ -209,7 +209,8 @@ fn what_one_environment_learns_no_other_measures() {
         .unwrap_err();
     let message = error.to_string();
     assert!(
-        message.contains("is learned from, as `a/") && message.contains("one of 2 such"),
+        message.contains("is learned from, as `a/")
+            && message.contains("one of 2 such; set `environments.b.eval_path`"),
         "{message}"
     );
     assert!(message.starts_with("`b/") && error.is_usage(), "{message}");

@@ -5,7 +5,7 @@
 //! share that were measured; see docs/training.md.
 
 use candle_core::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::logprob::head_chunk_rows;
 use super::value;
@@ -29,7 +29,7 @@ const GRAPH_SINGLES_PER_SCORE: u64 = 5 + 3;
 const COMPOSED_LOGITS: u64 = 5;
 
 /// Tokens of a micro-batch with which weights are read often enough for each time they are turned.
-const WORTHWHILE_TOKENS: usize = 256;
+pub(super) const WORTHWHILE_TOKENS: usize = 256;
 
 /// Where the model runs, which says what its passes keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -262,7 +262,7 @@ pub fn trained_numbers(model: &ModelConfig, trainable: &Trainable) -> u64 {
 }
 
 /// How micro-batches go through the model within a budget.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MicroBatches {
     /// Tokens of one forward and backward pass.
     pub micro_batch_tokens: usize,

@@ -3,6 +3,8 @@
 mod before;
 mod parts;
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use self::before::BeforeStep;
@@ -12,9 +14,11 @@ use super::advantage::{
     AdvantageConfig, Advantages, GroupMember, decoupled_advantages, group_advantages,
 };
 use super::batch::{MicroBatch, TrainSequence, pack};
+use super::budget::MicroBatches;
 use super::credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
 use super::gradient::{PassConfig, accumulate_actor_critic_gradient, score_micro_batch};
 use super::loss::{LossConfig, LossMetrics, Surrogate};
+use super::memory::{MemoryChange, MemoryGuard, MemoryLog, Watch};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
 use super::shaping::OverlongPenalty;
 use super::value::ValueHead;
@@ -160,6 +164,8 @@ pub struct GrpoTrainer {
     schedule: LrSchedule,
     optimizer: AdamW,
     critic: Option<ValueHead>,
+    guard: Option<Arc<MemoryGuard>>,
+    memory: MemoryLog,
     step: usize,
 }
 
@@ -171,6 +177,8 @@ impl GrpoTrainer {
             schedule,
             optimizer,
             critic: None,
+            guard: None,
+            memory: MemoryLog::default(),
             step: 0,
         }
     }
@@ -179,6 +187,39 @@ impl GrpoTrainer {
     #[must_use]
     pub fn with_critic(self, critic: Option<ValueHead>) -> Self {
         Self { critic, ..self }
+    }
+
+    /// Keeps its passes within the memory that `guard` lets them have, by smaller micro-batches.
+    #[must_use]
+    pub fn with_memory_guard(self, guard: Option<MemoryGuard>) -> Self {
+        Self {
+            guard: guard.map(Arc::new),
+            ..self
+        }
+    }
+
+    /// Returns how micro-batches go through the model, as chosen or as measuring made them.
+    pub fn micro_batches(&self) -> MicroBatches {
+        MicroBatches {
+            micro_batch_tokens: self.config.micro_batch_tokens,
+            recompute: self.config.pass.recompute,
+        }
+    }
+
+    /// Lets micro-batches go through the model so from the next step on.
+    pub fn set_micro_batches(&mut self, chosen: MicroBatches) {
+        self.config.micro_batch_tokens = chosen.micro_batch_tokens;
+        self.config.pass.recompute = chosen.recompute;
+    }
+
+    /// Returns what was done about the memory of passes since the last call.
+    pub fn take_memory_changes(&mut self) -> Vec<MemoryChange> {
+        self.memory.take()
+    }
+
+    /// Returns the most memory that was held in a pass of the last step, in bytes, where it is measured.
+    pub fn peak_memory(&self) -> Option<u64> {
+        self.memory.peak
     }
 
     /// Returns the value head, for a checkpoint.
@@ -220,7 +261,7 @@ impl GrpoTrainer {
         ranks: &dyn Collective,
     ) -> Result<StepMetrics, TrainerError> {
         let pending = self.gradient(decoder, groups, ranks)?;
-        self.apply(decoder, pending, ranks)
+        self.apply(decoder, pending, groups, ranks)
     }
 
     /// Computes the gradient of the first pass over the groups of one step. Weights are only read, so that
@@ -245,7 +286,25 @@ impl GrpoTrainer {
                 reason: "0 passes teach nothing".to_owned(),
             });
         }
-        let parts = self.parts(ranks);
+        let guard = self.guard.clone();
+        let mut memory = std::mem::take(&mut self.memory);
+        let mut chosen = self.micro_batches();
+        let is_gpu = !decoder.is_fused();
+        let pending = memory.keep_within(guard.as_deref(), &mut chosen, is_gpu, |chosen, watch| {
+            self.set_micro_batches(chosen);
+            self.try_gradient(decoder, groups, self.parts(ranks, watch))
+        });
+        self.memory = memory;
+        pending
+    }
+
+    /// Does what [`GrpoTrainer::gradient`] does, with micro-batches as they are set.
+    fn try_gradient(
+        &mut self,
+        decoder: &Decoder,
+        groups: &[RolloutGroup],
+        parts: Parts<'_>,
+    ) -> Result<PendingStep, TrainerError> {
         let episodes: Vec<(usize, &Trajectory)> = groups
             .iter()
             .enumerate()
@@ -293,7 +352,7 @@ impl GrpoTrainer {
     }
 
     /// Updates `decoder` in place with a step's gradient, and with those of the further passes that the
-    /// step makes.
+    /// step makes over its groups.
     ///
     /// # Errors
     ///
@@ -302,14 +361,41 @@ impl GrpoTrainer {
     pub fn apply(
         &mut self,
         decoder: &Decoder,
-        pending: PendingStep,
+        mut pending: PendingStep,
+        groups: &[RolloutGroup],
         ranks: &dyn Collective,
+    ) -> Result<StepMetrics, TrainerError> {
+        let guard = self.guard.clone();
+        let is_gpu = !decoder.is_fused();
+        loop {
+            let mut chosen = self.micro_batches();
+            let watch = Watch::new(guard.as_deref(), chosen.recompute || is_gpu);
+            let overshoot = match self.try_apply(decoder, pending, self.parts(ranks, &watch)) {
+                Err(TrainerError::Memory { overshoot }) => overshoot,
+                applied => {
+                    self.memory.settle(&watch);
+                    return applied;
+                }
+            };
+            // All of the step is done again, the first pass, too.
+            self.memory.shrink(&watch, &mut chosen, overshoot)?;
+            self.set_micro_batches(chosen);
+            pending = self.gradient(decoder, groups, ranks)?;
+        }
+    }
+
+    /// Does what [`GrpoTrainer::apply`] does, with micro-batches as they are set.
+    fn try_apply(
+        &mut self,
+        decoder: &Decoder,
+        pending: PendingStep,
+        parts: Parts<'_>,
     ) -> Result<StepMetrics, TrainerError> {
         // A single pass that is refused has changed nothing.
         let before = (self.config.iterations > 1)
             .then(|| BeforeStep::remember(decoder, &self.optimizer, self.critic.as_ref()))
             .transpose()?;
-        match self.passes(decoder, pending, self.parts(ranks)) {
+        match self.passes(decoder, pending, parts) {
             Ok(metrics) => {
                 self.step += 1;
                 Ok(metrics)
@@ -326,10 +412,11 @@ impl GrpoTrainer {
         }
     }
 
-    fn parts<'a>(&self, ranks: &'a dyn Collective) -> Parts<'a> {
+    fn parts<'a>(&self, ranks: &'a dyn Collective, watch: &'a Watch<'a>) -> Parts<'a> {
         Parts {
             ranks,
             count: self.config.parts,
+            watch,
         }
     }
 
@@ -379,6 +466,7 @@ impl GrpoTrainer {
         if let Some(critic) = &mut self.critic {
             critic.clear();
         }
+        self.memory.peak = None;
         let learning_rate = self.schedule.rate(self.step);
         self.step += 1;
         let update = UpdateStatistics {
@@ -597,22 +685,26 @@ impl GrpoTrainer {
             }
         }
         let stretches = divide(&sequences, &groups, parts.count);
-        let mut own = Vec::new();
-        for part in parts.own() {
-            let sequences = &sequences[stretches[part].clone()];
-            let budget = config.micro_batch_tokens;
-            let mut micro_batches = pack(sequences, budget, &config.loss, totals)?;
-            if config.recompute_old {
-                for micro in &mut micro_batches {
-                    let temperature = config.pass.temperature;
-                    let scores = score_micro_batch(decoder, micro, Adapters::On, temperature)?;
-                    micro.old = scores.logprobs;
+        let own_batches = || {
+            let mut own = Vec::new();
+            for part in parts.own() {
+                let sequences = &sequences[stretches[part].clone()];
+                let budget = config.micro_batch_tokens;
+                let mut micro_batches = pack(sequences, budget, &config.loss, totals)?;
+                if config.recompute_old {
+                    for micro in &mut micro_batches {
+                        let temperature = config.pass.temperature;
+                        let score = || score_micro_batch(decoder, micro, Adapters::On, temperature);
+                        let scores = parts.watch.pass(micro, score)?;
+                        micro.old = scores.logprobs;
+                    }
                 }
+                own.push(micro_batches);
             }
-            own.push(micro_batches);
-        }
+            Ok(own)
+        };
         Ok(Batches {
-            own,
+            own: parts.watch.agree(parts.ranks, own_batches())?,
             targets: sequences.iter().map(TrainSequence::trainable_tokens).sum(),
         })
     }

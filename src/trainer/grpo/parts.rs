@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::super::TrainerError;
 use super::super::batch::{MicroBatch, TrainSequence, pack};
 use super::super::loss::{LossConfig, LossMetrics};
+use super::super::memory::Watch;
 use super::super::value::{ValueHead, ValueSums};
 use crate::collective::{Collective, Numbers, OrderedSum};
 use crate::engine::model::{Decoder, FlatGradient, Gradients};
@@ -45,6 +46,8 @@ pub(super) struct Parts<'a> {
     pub(super) ranks: &'a dyn Collective,
     /// How many there are.
     pub(super) count: usize,
+    /// Sees what their passes take.
+    pub(super) watch: &'a Watch<'a>,
 }
 
 impl Parts<'_> {
@@ -63,18 +66,22 @@ impl Parts<'_> {
         score: impl Fn(&MicroBatch) -> Result<Vec<f64>, TrainerError>,
     ) -> Result<Vec<Vec<f64>>, TrainerError> {
         let stretches = divide(sequences, groups, self.count);
-        let mut own = Vec::new();
-        for part in self.own() {
-            let sequences = &sequences[stretches[part].clone()];
-            let mut found = vec![Vec::new(); sequences.len()];
-            for micro in pack(sequences, token_budget, loss, loss.totals([]))? {
-                let numbers = score(&micro)?;
-                for (targets, &index) in micro.ranges().zip(&micro.sequences) {
-                    found[index] = numbers[targets].to_vec();
+        let own_scores = || {
+            let mut own = Vec::new();
+            for part in self.own() {
+                let sequences = &sequences[stretches[part].clone()];
+                let mut found = vec![Vec::new(); sequences.len()];
+                for micro in pack(sequences, token_budget, loss, loss.totals([]))? {
+                    let numbers = self.watch.pass(&micro, || score(&micro))?;
+                    for (targets, &index) in micro.ranges().zip(&micro.sequences) {
+                        found[index] = numbers[targets].to_vec();
+                    }
                 }
+                own.extend(found.into_iter().flatten());
             }
-            own.extend(found.into_iter().flatten());
-        }
+            Ok(own)
+        };
+        let own = self.watch.agree(self.ranks, own_scores())?;
         let all = self.ranks.all_gather_numbers(activity, &own)?.concat();
         let mut rest = all.as_slice();
         let mut numbers = Vec::with_capacity(sequences.len());
@@ -113,22 +120,28 @@ impl Parts<'_> {
         let mut gradients = decoder.zero_gradients();
         let mut sum = OrderedSum::new(self.count);
         let mut reports = Vec::new();
-        for (part, micro_batches) in self.own().zip(micro_batches) {
-            let mut metrics = LossMetrics::default();
-            for micro in micro_batches {
-                metrics.merge(&add(micro, &mut gradients, critic.as_deref_mut())?);
+        let mut own_gradient = || {
+            for (part, micro_batches) in self.own().zip(micro_batches) {
+                let mut metrics = LossMetrics::default();
+                for micro in micro_batches {
+                    let add = || add(micro, &mut gradients, critic.as_deref_mut());
+                    metrics.merge(&self.watch.pass(micro, add)?);
+                }
+                reports.extend(metrics.to_numbers());
+                if let Some(critic) = critic.as_deref_mut() {
+                    let (gradient, sums) = critic.take_part();
+                    reports.extend([sums.loss, sums.tokens as f64, sums.clipped as f64]);
+                    reports.extend(gradient);
+                }
+                if is_ordered {
+                    let part_gradient = std::mem::replace(&mut gradients, decoder.zero_gradients());
+                    sum.push(part, numbers(part_gradient.into_flat()?))?;
+                }
             }
-            reports.extend(metrics.to_numbers());
-            if let Some(critic) = critic.as_deref_mut() {
-                let (gradient, sums) = critic.take_part();
-                reports.extend([sums.loss, sums.tokens as f64, sums.clipped as f64]);
-                reports.extend(gradient);
-            }
-            if is_ordered {
-                let part_gradient = std::mem::replace(&mut gradients, decoder.zero_gradients());
-                sum.push(part, numbers(part_gradient.into_flat()?))?;
-            }
-        }
+            Ok(())
+        };
+        let own = own_gradient();
+        self.watch.agree(self.ranks, own)?;
         if let Some(device) = device {
             gradients.for_each_tensor(|tensor| Ok::<_, TrainerError>(device.sum(tensor)?))?;
         } else if is_ordered {

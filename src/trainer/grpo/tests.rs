@@ -86,10 +86,14 @@ fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
     (GrpoTrainer::new(config, schedule, optimizer), decoder)
 }
 
-const ALONE: Parts<'static> = Parts {
-    ranks: &Solo,
-    count: 1,
-};
+/// One process that watches nothing.
+fn alone<'a>(watch: &'a Watch<'a>) -> Parts<'a> {
+    Parts {
+        ranks: &Solo,
+        count: 1,
+        watch,
+    }
+}
 
 fn config() -> GrpoConfig {
     GrpoConfig {
@@ -198,7 +202,12 @@ fn a_truncated_answer_pays_for_its_divergence_though_it_is_not_learned_from() {
     let mut scored = sequences(&episodes);
     let (fresh, decoder) = self::trainer(trainer.config.clone());
     fresh
-        .score_references(&decoder, &mut scored, &[0, 0], ALONE)
+        .score_references(
+            &decoder,
+            &mut scored,
+            &[0, 0],
+            alone(&Watch::new(None, false)),
+        )
         .unwrap();
     let divergences: Vec<f64> = scored.iter().map(TrainSequence::divergence).collect();
     assert!(divergences.iter().all(|divergence| divergence.abs() > 0.01));
@@ -222,7 +231,12 @@ fn an_episode_without_a_reward_is_not_run() {
     let mut scored = sequences(&episodes);
     let (trainer, decoder) = trainer(config());
     trainer
-        .score_references(&decoder, &mut scored, &[0, 0], ALONE)
+        .score_references(
+            &decoder,
+            &mut scored,
+            &[0, 0],
+            alone(&Watch::new(None, false)),
+        )
         .unwrap();
     assert_eq!(scored[0].reference, None);
     assert!(scored[1].reference.is_some());
@@ -238,7 +252,7 @@ fn logprobs_now(decoder: &Decoder, episodes: &[Trajectory]) -> Vec<Vec<f64>> {
         Ok(scores.logprobs)
     };
     let budget = (1000, &LossConfig::default());
-    ALONE
+    alone(&Watch::new(None, false))
         .score("scoring", (&sequences, &groups), budget, score)
         .unwrap()
 }
@@ -362,7 +376,8 @@ fn a_gradient_that_is_not_applied_changes_nothing() {
     let metrics = trainer.step(&decoder, &groups, &Solo).unwrap();
     let (mut other, twin, _) = off_policy(config());
     let pending = other.gradient(&twin, &groups, &Solo).unwrap();
-    assert_eq!(other.apply(&twin, pending, &Solo).unwrap(), metrics);
+    let applied = other.apply(&twin, pending, &groups, &Solo).unwrap();
+    assert_eq!(applied, metrics);
     assert_eq!(
         logprobs_now(&twin, &episodes),
         logprobs_now(&decoder, &episodes)

@@ -15,6 +15,7 @@ use crate::engine::model::{
 use crate::engine::{Engine, EngineConfig, SamplingParams, SequenceSeed};
 
 mod invariance;
+mod memory;
 mod ranks;
 mod value;
 

@@ -9,7 +9,7 @@ use crate::rollout::RolloutGroup;
 use crate::trajectory::{Status, TokenTrace, Trajectory, Usage};
 
 /// Groups whose episodes the toy might have sampled, of several lengths; one is flat.
-fn groups() -> Vec<RolloutGroup> {
+pub(super) fn groups() -> Vec<RolloutGroup> {
     let episode = |group: u32, sample: u32| {
         let tokens = random_tokens(
             3 + (group as usize * 2 + sample as usize) % 5,
@@ -60,7 +60,7 @@ fn groups() -> Vec<RolloutGroup> {
         .collect()
 }
 
-fn config() -> GrpoConfig {
+pub(super) fn config() -> GrpoConfig {
     GrpoConfig {
         advantage: AdvantageConfig::default(),
         decoupled: None,
@@ -79,7 +79,7 @@ fn config() -> GrpoConfig {
     }
 }
 
-fn trainer(config: GrpoConfig, decoder: &Decoder) -> GrpoTrainer {
+pub(super) fn trainer(config: GrpoConfig, decoder: &Decoder) -> GrpoTrainer {
     let schedule = LrSchedule {
         learning_rate: 1e-2,
         warmup_steps: 0,
@@ -99,14 +99,14 @@ fn trainer(config: GrpoConfig, decoder: &Decoder) -> GrpoTrainer {
 
 /// All numbers that a trainer changes.
 #[derive(Debug, PartialEq)]
-struct Bits {
+pub(super) struct Bits {
     weights: Vec<Vec<f32>>,
     moments: Vec<Vec<f32>>,
     steps: usize,
     head: Vec<f64>,
 }
 
-fn bits(decoder: &Decoder, trainer: &GrpoTrainer) -> Bits {
+pub(super) fn bits(decoder: &Decoder, trainer: &GrpoTrainer) -> Bits {
     let read = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let state = trainer.optimizer().state().unwrap();
     Bits {
@@ -121,7 +121,7 @@ fn bits(decoder: &Decoder, trainer: &GrpoTrainer) -> Bits {
     }
 }
 
-fn gae() -> GrpoConfig {
+pub(super) fn gae() -> GrpoConfig {
     GrpoConfig {
         token_level: Some(TokenLevel::Gae(Discount {
             gamma: 0.99,

@@ -131,10 +131,7 @@ impl Kernel for Attend<'_> {
             grid: [(step.tokens * shape.heads).div_ceil(WARPS), 1, 1],
             shared_bytes: 0,
             operands: vec![Operand::Target, Operand::Scratch, Operand::Input(2)],
-            scalars: vec![
-                Scalar::u32(step.tokens)?,
-                Scalar::u32(shape.heads)?,
-            ],
+            scalars: vec![Scalar::u32(step.tokens)?, Scalar::u32(shape.heads)?],
             ..attend.clone()
         };
         Ok(vec![attend, merge])

@@ -72,6 +72,18 @@ impl<T: Reusable> FreeBuffers<T> {
             free.remove(0);
         }
     }
+
+    fn clear(&self) {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *free = Vec::new();
+    }
+}
+
+/// Frees the buffers that nobody has.
+pub(crate) fn free_unused() {
+    f32::free_buffers().clear();
+    f64::free_buffers().clear();
+    u32::free_buffers().clear();
 }
 
 /// Numbers that are whatever they are until they are written.
@@ -140,5 +152,8 @@ mod tests {
         assert_eq!(lens, (MOST_FREE..2 * MOST_FREE).collect::<Vec<_>>());
         free.give_back(vec![0.0; MOST_FREE_BYTES / 8 + 1]);
         assert!(free.0.lock().unwrap().is_empty());
+        free.give_back(vec![0.0; 3]);
+        free.clear();
+        assert_eq!(free.take(3), None);
     }
 }

@@ -25,8 +25,8 @@ pub(crate) use attention::{
     Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, LastTokens, PackedKeyValues, attend,
     attend_backward, key_block_len, write_key_value,
 };
-pub(crate) use buffer::Buffer;
 use buffer::Reusable;
+pub(crate) use buffer::{Buffer, free_unused};
 pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
 pub use panels::WeightFormat;
