@@ -16,6 +16,9 @@ use super::pass_at_k;
 /// move by less than 0.002 between seeds.
 const RESAMPLES: usize = 10_000;
 
+/// Changes whose signs are all tried; more are drawn.
+const EXACT_SIGNS: usize = 16;
+
 /// The samples of one task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskScore {
@@ -111,6 +114,7 @@ impl EvalReport {
         (!changes.is_empty()).then(|| Difference {
             pass_at_1: mean(&changes),
             ci95: bootstrap_ci95(&changes, seed),
+            p_value: sign_flip_p_value(&changes, seed),
             tasks: changes.len(),
         })
     }
@@ -129,6 +133,9 @@ pub struct Difference {
     pub pass_at_1: f64,
     /// Its 95 % percentile-bootstrap interval, over paired tasks.
     pub ci95: [f64; 2],
+    /// The two-sided p-value of the paired permutation test: how likely a change at least as large is
+    /// where it is chance which report a task's two rates belong to.
+    pub p_value: f64,
     /// How many tasks both reports have.
     pub tasks: usize,
 }
@@ -158,6 +165,37 @@ fn bootstrap_ci95(values: &[f64], seed: u64) -> [f64; 2] {
         .collect();
     means.sort_unstable_by(f64::total_cmp);
     [percentile(&means, 25), percentile(&means, 975)]
+}
+
+/// Returns the two-sided p-value of the mean of `changes` under random signs (Fisher's paired
+/// permutation test; Good 2005, section 3.2): from all signs of up to [`EXACT_SIGNS`] changes that are not
+/// 0, else from [`RESAMPLES`] draws of them, the observed one among them.
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
+fn sign_flip_p_value(changes: &[f64], seed: u64) -> f64 {
+    let changes: Vec<f64> = changes
+        .iter()
+        .copied()
+        .filter(|change| *change != 0.0)
+        .collect();
+    let observed = changes.iter().sum::<f64>().abs();
+    // Sums of the same numbers in another order may differ in their last bits.
+    let least = observed * (1.0 - 1e-12);
+    let is_as_large = |is_flipped: &mut dyn FnMut(usize) -> bool| {
+        let signed = |(index, change): (usize, &f64)| match is_flipped(index) {
+            true => -change,
+            false => *change,
+        };
+        let sum: f64 = changes.iter().enumerate().map(signed).sum();
+        sum.abs() >= least
+    };
+    if changes.len() <= EXACT_SIGNS {
+        let all = 1_u32 << changes.len();
+        let large = (0..all).filter(|signs| is_as_large(&mut |index| signs >> index & 1 == 1));
+        return large.count() as f64 / f64::from(all);
+    }
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let draws = (1..RESAMPLES).filter(|_| is_as_large(&mut |_| rng.random()));
+    (draws.count() + 1) as f64 / RESAMPLES as f64
 }
 
 /// Returns the value at `thousandths` of the way through sorted `values`, interpolated linearly as
@@ -260,8 +298,24 @@ mod tests {
             "{change:?}"
         );
         assert!(after.ci95[1] - after.ci95[0] > 0.1);
+        // 100 changes of one sign: no draw of the signs does as well.
+        assert_eq!(change.p_value, 1e-4);
         after.scores.clear();
         assert_eq!(after.difference(&before, 0), None);
+    }
+
+    #[test]
+    fn the_paired_test_is_the_exact_one_where_it_can_be() {
+        // 4 of the 16 signs do as well.
+        assert_eq!(sign_flip_p_value(&[0.5, 0.5, 0.5, -0.25], 0), 0.25);
+        assert_eq!(sign_flip_p_value(&[1.0; 6], 0), 2.0 / 64.0);
+        // What did not change says nothing of the direction.
+        assert_eq!(sign_flip_p_value(&[0.0, 1.0, 0.0, 1.0], 0), 0.5);
+        assert_eq!(sign_flip_p_value(&[0.0], 0), 1.0);
+        // More are drawn: 20 of 30 of one size are up, 2 P(X >= 20) = 0.0987 for X of Binomial(30, 1/2).
+        let changes: Vec<f64> = (0..30).map(|i| if i < 20 { 0.25 } else { -0.25 }).collect();
+        let drawn = sign_flip_p_value(&changes, 3);
+        assert!((drawn - 0.0987).abs() < 0.01, "{drawn}");
     }
 
     #[test]

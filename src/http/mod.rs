@@ -1,8 +1,12 @@
-//! What the servers share: serving until asked to stop, bearer tokens, names of requests, counts.
+//! What servers and clients share: serving until asked to stop, bearer tokens, names of requests, counts,
+//! when to try again.
 
 mod bodies;
 mod connections;
 mod metrics;
+mod retry;
+#[cfg(test)]
+pub(crate) mod tests_support;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -16,6 +20,7 @@ use axum::response::{IntoResponse as _, Response};
 pub(crate) use bodies::{Bodies, BodyError, BodyShare, check_values, give_back};
 pub use connections::serve;
 pub(crate) use metrics::{Histogram, ResponseCounts, series};
+pub(crate) use retry::{asked_pause, may_pass};
 
 /// The header that names a request, in the request and in its response.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

@@ -148,7 +148,10 @@ impl UnderWay {
     fn count_error(&self, error: &ProxyError) {
         let is_upstreams = matches!(
             error,
-            ProxyError::Upstream { .. } | ProxyError::Refused { .. } | ProxyError::Stalled { .. }
+            ProxyError::Upstream { .. }
+                | ProxyError::Unavailable { .. }
+                | ProxyError::Refused { .. }
+                | ProxyError::Stalled { .. }
         );
         if is_upstreams {
             self.session.lock().upstream_errors += 1;

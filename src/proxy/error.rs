@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 
+use crate::http::may_pass;
 use crate::openai::ApiError;
 
 /// Why a call was not answered.
@@ -63,6 +64,16 @@ pub enum ProxyError {
         status: u16,
         /// What it said.
         message: String,
+        /// How long it asks to wait before the next request.
+        retry_after: Option<Duration>,
+    },
+    /// The upstream answered with a status that is nobody's business but ours and its own.
+    #[error("the upstream failed: it answered with status {status}")]
+    Unavailable {
+        /// Its status.
+        status: u16,
+        /// How long it asks to wait before the next request.
+        retry_after: Option<Duration>,
     },
     /// The upstream failed, or said what cannot be read.
     #[error("the upstream failed: {message}")]
@@ -96,6 +107,30 @@ impl ProxyError {
         Self::Request(ApiError::invalid(param, message))
     }
 
+    /// Returns whether an upstream may answer the same request later. What it understood and refused,
+    /// it refuses again.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Refused { status, .. } | Self::Unavailable { status, .. } => {
+                StatusCode::from_u16(*status).is_ok_and(may_pass)
+            }
+            Self::Upstream { .. } | Self::Stalled { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Returns how long an upstream asks to wait before the next request, where it says so.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Refused { retry_after, .. } | Self::Unavailable { retry_after, .. } => {
+                *retry_after
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the status of the response.
     pub(super) fn status(&self) -> StatusCode {
         match self {
@@ -107,7 +142,7 @@ impl ProxyError {
             Self::Refused { status, .. } => {
                 StatusCode::from_u16(*status).unwrap_or(StatusCode::BAD_GATEWAY)
             }
-            Self::Upstream { .. } => StatusCode::BAD_GATEWAY,
+            Self::Upstream { .. } | Self::Unavailable { .. } => StatusCode::BAD_GATEWAY,
             Self::Stalled { .. } => StatusCode::GATEWAY_TIMEOUT,
             Self::Recording { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }

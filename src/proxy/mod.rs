@@ -59,7 +59,7 @@ pub use self::rollout::{RowLabels, trajectories};
 pub use self::session::Purpose;
 #[cfg(any(fuzzing, test))]
 pub use self::upstream::fuzz_sse;
-pub use self::upstream::{SseError, SseEvent, SseParser, Upstream, UpstreamConfig};
+pub use self::upstream::{Completion, SseError, SseEvent, SseParser, Upstream, UpstreamConfig};
 
 use self::dialect::Api;
 use self::metrics::Metrics;

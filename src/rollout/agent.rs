@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::RolloutError;
 use crate::causes::with_causes;
-use crate::chat::{Message, ToolCallFormat, parse_turn_as};
+use crate::chat::{Message, ParsedTurn, ToolCallFormat, parse_turn_as};
 use crate::engine::{EngineError, FinishReason};
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
 use crate::trajectory::{Finish, Segment, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
@@ -84,11 +84,15 @@ impl Episode {
         &self.trajectory.task_id
     }
 
-    pub(super) fn environment(&self) -> &dyn Environment {
+    /// Returns what the policy acts on.
+    #[must_use]
+    pub fn environment(&self) -> &dyn Environment {
         &*self.environment
     }
 
-    pub(super) fn messages(&self) -> &[Message] {
+    /// Returns the conversation so far.
+    #[must_use]
+    pub fn messages(&self) -> &[Message] {
         &self.trajectory.messages
     }
 
@@ -179,17 +183,33 @@ impl Episode {
         }
         self.trajectory.usage.generate_seconds += sampled.seconds;
         let parsed = parse_turn_as(&sampled.text, sampled.format, self.environment.tools());
+        self.act(&parsed, sampled.finish == FinishReason::Length, start)
+    }
+
+    /// Takes a turn whose ids are not known, as of a model elsewhere, which took `seconds` to come, and
+    /// returns the messages that answer it, or `None` at the end.
+    pub fn take_untraced_turn(
+        &mut self,
+        turn: &ParsedTurn,
+        is_cut_off: bool,
+        seconds: f64,
+    ) -> Option<Vec<Message>> {
+        self.trajectory.usage.generate_seconds += seconds;
+        self.act(turn, is_cut_off, self.trajectory.trace.len())
+    }
+
+    /// Lets the environment answer a turn, whose ids begin at `start`.
+    fn act(&mut self, parsed: &ParsedTurn, is_cut_off: bool, start: usize) -> Option<Vec<Message>> {
         let before = self.environment.stats();
         self.trajectory.messages.push(Message {
             reasoning_content: parsed.reasoning.clone(),
             tool_calls: parsed.tool_calls.iter().flatten().cloned().collect(),
             ..Message::assistant(parsed.content.clone())
         });
-        let is_cut_off = sampled.finish == FinishReason::Length;
         let outcome = if is_cut_off {
-            Ok(self.environment.close(Some(&parsed)))
+            Ok(self.environment.close(Some(parsed)))
         } else {
-            self.environment.step(&parsed)
+            self.environment.step(parsed)
         };
         let after = self.environment.stats();
         self.trajectory.turns.push(Turn {
@@ -230,14 +250,14 @@ impl Episode {
     }
 
     /// Ends an episode whose context is full.
-    pub(super) fn close(&mut self) {
+    pub fn close(&mut self) {
         let result = self.environment.close(None);
         self.use_stats(self.environment.stats());
         self.take_result(result, true);
     }
 
     /// Marks the episode as failed by us: it has no reward.
-    pub(super) fn fail(&mut self, error: &dyn std::error::Error) {
+    pub fn fail(&mut self, error: &dyn std::error::Error) {
         tracing::warn!(task = %self.trajectory.task_id, %error, "an episode failed");
         self.trajectory.reward = None;
         self.trajectory.passed = None;
@@ -293,7 +313,7 @@ impl Episode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chat::{ParsedTurn, ToolSpec};
+    use crate::chat::ToolSpec;
     use crate::env::EnvError;
 
     /// Repeats what it was told until it is told nothing.

@@ -95,13 +95,26 @@ impl Workbench {
             .max_thinking_tokens
             .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
             .transpose()?;
-        let use_tools = policy.knows_tools();
+        let mut workbench = Self::for_endpoint(config, policy.knows_tools(), sandbox, grader);
+        workbench.stop_token_ids.clone_from(&policy.stop_token_ids);
+        workbench.thinking = thinking;
+        Ok(workbench)
+    }
+
+    /// Puts together what `config` asks for, for a model elsewhere, which is given tools or not.
+    #[must_use]
+    pub fn for_endpoint(
+        config: &RunConfig,
+        use_tools: bool,
+        sandbox: Arc<dyn Sandbox>,
+        grader: Arc<dyn Grader>,
+    ) -> Self {
         let setting = |(name, environment): (&String, &EnvironmentConfig)| {
             let alone = environment.alone(config);
             let setting = Setting::new(&alone, use_tools, environment.tools);
             (name.clone(), setting)
         };
-        Ok(Self {
+        Self {
             sandbox,
             grader,
             setting: Setting::new(config, use_tools, true),
@@ -113,11 +126,11 @@ impl Workbench {
             use_tools,
             max_new_tokens: config.rollout.max_new_tokens,
             max_total_tokens: config.rollout.max_total_tokens,
-            stop_token_ids: policy.stop_token_ids.clone(),
-            thinking,
+            stop_token_ids: Vec::new(),
+            thinking: None,
             tool_call_format: config.rollout.tool_call_format,
             deadline: config.rollout.deadline,
-        })
+        }
     }
 
     /// Returns how episodes are sampled at `temperature`.

@@ -34,7 +34,10 @@ const LAYERS: &[(&str, &[&str])] = &[
         "trainer",
         &["collective", "engine", "rollout", "trajectory"],
     ),
-    ("eval", &["rollout", "task", "trajectory"]),
+    (
+        "eval",
+        &["chat", "lines", "proxy", "rollout", "task", "trajectory"],
+    ),
     ("config", &["chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),
     ("report", &["config", "engine", "run", "trajectory"]),

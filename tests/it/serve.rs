@@ -479,3 +479,78 @@ fn a_real_model_holds_a_conversation() {
     assert!(name.concat().contains("Blackbeard"), "{name:?}");
     talk.end();
 }
+
+/// The same model does alike here and behind an endpoint: same tasks, tools, sandbox and graders.
+#[test]
+fn a_model_behind_an_endpoint_is_measured_as_one_here() {
+    let sets = [
+        "eval.limit=12",
+        "eval.samples=1",
+        "eval.temperature=0",
+        "task.visible_tests=1",
+        "rollout.max_turns=3",
+        "rollout.max_new_tokens=64",
+        "rollout.max_total_tokens=224",
+    ];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let folder = tempfile::tempdir().expect("a folder is made");
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let eval = |arguments: &[&str]| {
+        let arguments = [&["eval", "--format", "json"], &sets[..], arguments].concat();
+        let output = wardian(&arguments).output().expect("the binary starts");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        output.stdout
+    };
+    let here = path("here.json");
+    fs_err::write(&here, eval(&[])).expect("it is written");
+    let server = Server::start(&[]);
+    let url = format!("http://{}/v1", server.address);
+    let out = path("there.jsonl");
+    let endpoint = ["--endpoint", &url, "--out", &out, "--prompt-price", "2"];
+    let endpoint = [&endpoint[..], &["--against", &here]].concat();
+    let there: Value = serde_json::from_slice(&eval(&endpoint)).expect("it is JSON");
+    let here: Value =
+        serde_json::from_slice(&fs_err::read(&here).expect("it is there")).expect("it is JSON");
+    assert_eq!(there["scores"], here["scores"]);
+    assert!(
+        here["pass_at_1"]
+            .as_f64()
+            .is_some_and(|share| 0.0 < share && share < 1.0),
+        "{here}"
+    );
+    assert_eq!(
+        (
+            &there["difference"]["pass_at_1"],
+            &there["difference"]["p_value"]
+        ),
+        (&json!(0.0), &json!(1.0))
+    );
+    let did = &there["endpoint"];
+    assert_eq!(did["model"], "starter");
+    let (requests, prompt_tokens) = (did["requests"].as_u64(), did["prompt_tokens"].as_f64());
+    assert!(requests.is_some_and(|requests| requests >= 12), "{did}");
+    let cost = prompt_tokens.map(|tokens| tokens * 2e-6);
+    assert_eq!(did["cost"].as_f64(), cost);
+
+    // All is kept: nobody is asked a second time, not even who is gone.
+    let (code, rest) = server.terminate();
+    assert_eq!(code, Some(0), "{rest}");
+    let again = [&endpoint[..], &["--model", "starter"]].concat();
+    let again: Value = serde_json::from_slice(&eval(&again)).expect("it is JSON");
+    assert_eq!(again["scores"], here["scores"]);
+    // The questions were others.
+    let other = wardian(
+        &[
+            &["eval", "--set", "eval.temperature=1"],
+            &endpoint[..],
+            &["--model", "starter"],
+        ]
+        .concat(),
+    )
+    .output()
+    .expect("the binary starts");
+    assert_eq!(other.status.code(), Some(2));
+    let told = String::from_utf8_lossy(&other.stderr).into_owned();
+    assert!(told.contains("another `"), "{told}");
+}

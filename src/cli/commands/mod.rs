@@ -3,6 +3,7 @@
 pub(super) mod bench;
 pub(super) mod chat;
 pub(super) mod eval;
+mod eval_endpoint;
 pub(super) mod exec;
 pub(super) mod export;
 pub(super) mod grade;

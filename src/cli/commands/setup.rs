@@ -191,6 +191,17 @@ pub(super) fn resolve_for_eval(args: &ConfigArgs) -> Result<Resolved, Failure> {
     resolve(&args)
 }
 
+/// Resolves a configuration for measuring a model elsewhere: `--model` is a name there.
+pub(super) fn resolve_for_endpoint(args: &ConfigArgs) -> Result<Resolved, Failure> {
+    let mut args = args.clone();
+    // Some model must be named; none is loaded.
+    args.model = Some(STARTER.to_owned());
+    if args.tasks.is_none() && args.config.is_none() {
+        args.tasks = Some(STARTER.to_owned());
+    }
+    resolve_for_eval(&args)
+}
+
 /// Loads the policy, trainable or not, and puts the workbench together.
 pub(super) fn load(
     resolved: Resolved,
@@ -258,14 +269,19 @@ pub(super) fn workbench(
     policy: &Policy,
     sandboxes: Sandboxes,
 ) -> Result<Workbench, Failure> {
+    let graders = graders(config, &sandboxes);
+    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders)).map_err(Failure::from)
+}
+
+/// Returns the graders of a run.
+pub(super) fn graders(config: &RunConfig, sandboxes: &Sandboxes) -> GraderRegistry {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.grade_fuel,
         deadline: config.sandbox.grade_deadline,
         ..Limits::default()
     });
-    let graders = GraderRegistry::standard(&sandboxes.grading, &limits);
-    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders)).map_err(Failure::from)
+    GraderRegistry::standard(&sandboxes.grading, &limits)
 }
 
 /// Returns `runs/<time>-<name>`.

@@ -138,7 +138,9 @@ pub(super) fn error_body(error: &ProxyError) -> Value {
         ProxyError::Exists { .. } => ("invalid_request_error", "session_exists"),
         ProxyError::Full { .. } => ("server_error", "full"),
         ProxyError::Refused { .. } => ("invalid_request_error", "upstream_refused"),
-        ProxyError::Upstream { .. } => ("server_error", "upstream_failed"),
+        ProxyError::Upstream { .. } | ProxyError::Unavailable { .. } => {
+            ("server_error", "upstream_failed")
+        }
         ProxyError::Stalled { .. } => ("server_error", "upstream_stalled"),
         ProxyError::Recording { .. } => ("server_error", "recording_failed"),
     };

@@ -21,7 +21,10 @@ use tokio::sync::{Semaphore, mpsc};
 use self::answer::{Assembled, message_of, read};
 use super::ProxyError;
 use super::backend::{Ended, Outcome, Told, tell};
+use super::dialect::Answer;
+use super::record::Ending;
 use crate::engine::BusyError;
+use crate::http::asked_pause;
 use crate::openai::{ApiError, Delta};
 
 #[cfg(any(fuzzing, test))]
@@ -91,7 +94,7 @@ impl fmt::Debug for UpstreamConfig {
 }
 
 /// A server that answers.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Upstream {
     config: Arc<UpstreamConfig>,
     agent: ureq::Agent,
@@ -104,6 +107,19 @@ pub(super) struct UpstreamCall {
     body: Map<String, Value>,
     tells_logprobs: bool,
     is_trainable: bool,
+}
+
+/// What an upstream answered, without its ids.
+#[derive(Debug, Clone)]
+pub struct Completion {
+    /// The message, in the shape of chat completions; arguments of calls are text.
+    pub message: Value,
+    /// How it ended.
+    pub ending: Ending,
+    /// Tokens of the prompt, as the upstream counts them.
+    pub prompt_tokens: usize,
+    /// Tokens of the answer, as the upstream counts them.
+    pub completion_tokens: usize,
 }
 
 enum Said {
@@ -176,7 +192,7 @@ impl Upstream {
             let exchange = Exchange {
                 config: &config,
                 call: &call,
-                sender: &sender,
+                sender: Some(&sender),
             };
             let done = exchange.run(&agent).map(Box::new);
             let _ = sender.blocking_send(Said::Done(done));
@@ -191,32 +207,67 @@ impl Upstream {
         }
     }
 
-    /// Returns the upstream's own list of models.
-    pub(super) async fn models(&self) -> Result<Value, ProxyError> {
-        let (agent, config) = (self.agent.clone(), Arc::clone(&self.config));
-        let ask = move || {
-            let url = format!("{}/models", config.url.trim_end_matches('/'));
-            let mut request = agent.get(url);
-            if let Some(key) = &config.api_key {
-                request = request.header("authorization", format!("Bearer {key}"));
-            }
-            let mut response = request.call().map_err(|error| failed(error, &config))?;
-            let status = response.status().as_u16();
-            if status != 200 {
-                return Err(ProxyError::upstream(format!(
-                    "its models have status {status}"
-                )));
-            }
-            let body = response
-                .body_mut()
-                .with_config()
-                .limit(1 << 20)
-                .read_to_vec();
-            let body = body.map_err(|error| failed(error, &config))?;
-            serde_json::from_slice(&body)
-                .map_err(|error| ProxyError::upstream(format!("its models are no JSON: {error}")))
+    /// Asks, and waits for the whole answer on this thread; `body` is a request in the shape of chat
+    /// completions.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the upstream does not answer, refuses, or says what cannot be read.
+    pub fn complete(&self, body: Map<String, Value>) -> Result<Completion, ProxyError> {
+        let call = self.call(body, false);
+        let exchange = Exchange {
+            config: &self.config,
+            call: &call,
+            sender: None,
         };
-        tokio::task::spawn_blocking(ask)
+        let Answer {
+            message,
+            ending,
+            usage,
+            ..
+        } = exchange.run(&self.agent)?.answer;
+        Ok(Completion {
+            message,
+            ending,
+            prompt_tokens: usage.prompt,
+            completion_tokens: usage.completion,
+        })
+    }
+
+    /// Returns the upstream's own list of models; waits for it on this thread.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the upstream does not answer with JSON.
+    pub fn list_models(&self) -> Result<Value, ProxyError> {
+        let config = &self.config;
+        let url = format!("{}/models", config.url.trim_end_matches('/'));
+        let mut request = self.agent.get(url);
+        if let Some(key) = &config.api_key {
+            request = request.header("authorization", format!("Bearer {key}"));
+        }
+        let mut response = request.call().map_err(|error| failed(error, config))?;
+        let status = response.status().as_u16();
+        if status != 200 {
+            return Err(ProxyError::Unavailable {
+                status,
+                retry_after: asked_pause(response.headers()),
+            });
+        }
+        let body = response
+            .body_mut()
+            .with_config()
+            .limit(1 << 20)
+            .read_to_vec();
+        let body = body.map_err(|error| failed(error, config))?;
+        serde_json::from_slice(&body)
+            .map_err(|error| ProxyError::upstream(format!("its models are no JSON: {error}")))
+    }
+
+    /// Does what [`Upstream::list_models`] does, and waits elsewhere.
+    pub(super) async fn models(&self) -> Result<Value, ProxyError> {
+        let upstream = self.clone();
+        tokio::task::spawn_blocking(move || upstream.list_models())
             .await
             .map_err(|error| ProxyError::upstream(error.to_string()))?
     }
@@ -226,7 +277,8 @@ impl Upstream {
 struct Exchange<'a> {
     config: &'a UpstreamConfig,
     call: &'a UpstreamCall,
-    sender: &'a mpsc::Sender<Said>,
+    /// Where the text goes while it comes; nowhere if it is waited for whole.
+    sender: Option<&'a mpsc::Sender<Said>>,
 }
 
 impl Exchange<'_> {
@@ -239,6 +291,7 @@ impl Exchange<'_> {
         let body = Value::Object(self.call.body.clone()).to_string();
         let mut response = request.send(body).map_err(|error| self.failed(error))?;
         let status = response.status().as_u16();
+        let retry_after = asked_pause(response.headers());
         let limit = self.config.max_response_bytes as u64;
         let is_stream = response.body().mime_type() == Some("text/event-stream");
         let mut body = response.body_mut().with_config().limit(limit);
@@ -250,7 +303,7 @@ impl Exchange<'_> {
         }
         let body = body.read_to_vec().map_err(|error| self.failed(error))?;
         if status != 200 {
-            return Err(refused(status, &body));
+            return Err(refused(status, retry_after, &body));
         }
         let whole: Value = serde_json::from_slice(&body)
             .map_err(|error| ProxyError::upstream(format!("its answer is no JSON: {error}")))?;
@@ -299,7 +352,10 @@ impl Exchange<'_> {
 
     /// Passes on what came; fails when nobody waits for it.
     fn tell(&self, delta: Delta) -> Result<(), ProxyError> {
-        self.sender
+        let Some(sender) = self.sender else {
+            return Ok(());
+        };
+        sender
             .blocking_send(Said::More(delta))
             .map_err(|_| ProxyError::upstream("nobody waits for its answer"))
     }
@@ -341,12 +397,16 @@ fn failed(error: ureq::Error, config: &UpstreamConfig) -> ProxyError {
 
 /// Returns the error of a response that is none. Only what the client can do something about is told
 /// in the upstream's words: others may hold what is not the client's, such as a part of our key.
-fn refused(status: u16, body: &[u8]) -> ProxyError {
+fn refused(status: u16, retry_after: Option<Duration>, body: &[u8]) -> ProxyError {
     if !REFUSALS.contains(&status) {
-        return ProxyError::upstream(format!("it answered with status {status}"));
+        return ProxyError::Unavailable {
+            status,
+            retry_after,
+        };
     }
     ProxyError::Refused {
         status,
         message: message_of(body).chars().take(MAX_MESSAGE).collect(),
+        retry_after,
     }
 }

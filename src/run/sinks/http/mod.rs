@@ -9,9 +9,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use ureq::http::{HeaderMap, StatusCode, header};
+use ureq::http::header;
 
 use super::{Row, Sink};
+use crate::http::{asked_pause, may_pass};
 
 /// Rows that wait while the server is slow; more are dropped.
 const QUEUE: usize = 4096;
@@ -186,20 +187,6 @@ impl Poster {
             std::thread::sleep(rest.min(LONGEST_LAST_PAUSE));
         }
     }
-}
-
-/// Returns whether a server that answered so may take the same request later. What it understood and
-/// refused, it refuses again.
-fn may_pass(status: StatusCode) -> bool {
-    !status.is_client_error()
-        || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS].contains(&status)
-}
-
-/// Returns the pause that `Retry-After` asks for. Its other form, a date, says nothing where the clocks
-/// differ, and is not read.
-fn asked_pause(headers: &HeaderMap) -> Option<Duration> {
-    let seconds = headers.get(header::RETRY_AFTER)?.to_str().ok()?;
-    seconds.trim().parse().ok().map(Duration::from_secs)
 }
 
 #[cfg(test)]

@@ -1,0 +1,209 @@
+//! One episode with a model behind an endpoint.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+
+use super::results::{EndpointUsage, EpisodeRecord};
+use super::{Asker, EndpointConfig};
+use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec};
+use crate::proxy::{Completion, Ending, ProxyError};
+use crate::rollout::Episode;
+
+/// How an episode ended.
+pub(super) enum Ended {
+    /// It has a score, or the grader failed.
+    Done(EpisodeRecord),
+    /// The endpoint failed it.
+    Failed(EpisodeRecord, ProxyError),
+    /// It was asked to stop.
+    Stopped,
+}
+
+/// Plays an episode to its end.
+pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, seed: u64) -> Ended {
+    let config = asker.config;
+    let mut usage = EndpointUsage::default();
+    let mut conversation: Vec<Value> = episode.messages().iter().map(spoken).collect();
+    let tools: &[ToolSpec] = match config.use_tools {
+        true => &episode.environment().tools().to_vec(),
+        false => &[],
+    };
+    loop {
+        let body = request(config, &conversation, tools, seed);
+        let started = Instant::now();
+        let completion = match asker.ask(&body, &mut usage.retries) {
+            Ok(Some(completion)) => completion,
+            Ok(None) => return Ended::Stopped,
+            Err(error) if usage.requests > 0 && is_overflow(&error) => {
+                episode.close();
+                break;
+            }
+            Err(error) => {
+                episode.fail(&error);
+                let trajectory = episode.into_trajectory();
+                return Ended::Failed(EpisodeRecord { trajectory, usage }, error);
+            }
+        };
+        usage.requests += 1;
+        usage.prompt_tokens += completion.prompt_tokens as u64;
+        usage.completion_tokens += completion.completion_tokens as u64;
+        let turn = parse(&completion);
+        let is_cut_off = completion.ending == Ending::Length;
+        let seconds = started.elapsed().as_secs_f64();
+        // A panic would end the evaluation; here it ends one episode.
+        let act = AssertUnwindSafe(|| episode.take_untraced_turn(&turn, is_cut_off, seconds));
+        let answers = catch_unwind(act).unwrap_or_else(|_| {
+            episode.fail(&std::io::Error::other("the environment panicked"));
+            None
+        });
+        let Some(answers) = answers else {
+            break;
+        };
+        if completion.prompt_tokens + completion.completion_tokens >= config.max_total_tokens {
+            episode.close();
+            break;
+        }
+        let calls = push_turn(&mut conversation, completion.message, usage.requests);
+        push_answers(&mut conversation, &answers, &calls);
+    }
+    Ended::Done(EpisodeRecord {
+        trajectory: episode.into_trajectory(),
+        usage,
+    })
+}
+
+/// Returns whether a request was refused because the conversation is longer than the model reads.
+/// Servers say so in their own words; all of them speak of the context.
+fn is_overflow(error: &ProxyError) -> bool {
+    matches!(error, ProxyError::Refused { status: 400 | 413 | 422, message, .. } if message.contains("context"))
+}
+
+fn request(
+    config: &EndpointConfig,
+    conversation: &[Value],
+    tools: &[ToolSpec],
+    seed: u64,
+) -> Map<String, Value> {
+    let mut body = Map::new();
+    let mut set = |name: &str, value: Value| body.insert(name.to_owned(), value);
+    set("messages", Value::from(conversation));
+    set("temperature", json!(config.temperature));
+    set("max_tokens", json!(config.max_new_tokens));
+    if config.temperature > 0.0 {
+        // What every server takes as a seed: 31 bits.
+        set("seed", json!(seed >> 33));
+    }
+    if !tools.is_empty() {
+        set("tools", json!(tools));
+    }
+    for (name, value) in &config.extra {
+        match value {
+            Value::Null => body.remove(name),
+            value => body.insert(name.clone(), value.clone()),
+        };
+    }
+    body
+}
+
+/// Returns a message of ours in the shape of chat completions.
+fn spoken(message: &Message) -> Value {
+    json!({"role": message.role, "content": message.content})
+}
+
+/// Reads what the model said.
+fn parse(completion: &Completion) -> ParsedTurn {
+    let message = &completion.message;
+    let text = |name: &str| message[name].as_str().map(str::to_owned);
+    let calls = message["tool_calls"].as_array().into_iter().flatten();
+    ParsedTurn {
+        reasoning: text("reasoning_content"),
+        content: text("content").unwrap_or_default(),
+        tool_calls: calls.map(read_call).collect(),
+    }
+}
+
+fn read_call(call: &Value) -> Result<ToolCall, ToolCallError> {
+    let function = &call["function"];
+    let name = function["name"].as_str().unwrap_or_default().to_owned();
+    let arguments = read_arguments(&name, function["arguments"].as_str().unwrap_or_default())?;
+    let id = call["id"].as_str().filter(|id| !id.is_empty());
+    Ok(ToolCall {
+        id: id.map(str::to_owned),
+        ..ToolCall::new(name, arguments)
+    })
+}
+
+fn read_arguments(name: &str, text: &str) -> Result<Value, ToolCallError> {
+    // Of a tool without arguments, some servers say nothing.
+    if text.trim().is_empty() {
+        return Ok(json!({}));
+    }
+    let arguments: Value = serde_json::from_str(text).map_err(|error| {
+        let message = error.to_string();
+        ToolCallError::InvalidJson { message }
+    })?;
+    let found = match &arguments {
+        Value::Object(_) => return Ok(arguments),
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+    };
+    Err(ToolCallError::ArgumentsNotAnObject {
+        key: "arguments",
+        name: name.to_owned(),
+        found,
+    })
+}
+
+/// Adds the model's turn as it said it, and returns the ids of its calls. Its reasoning is left out, as
+/// servers want it; calls get the ids that they lack, and arguments that are no object, which a template
+/// may fail on, are replaced: the model is told what was wrong with them.
+fn push_turn(conversation: &mut Vec<Value>, mut message: Value, turn: u64) -> Vec<String> {
+    let mut ids = Vec::new();
+    if let Some(fields) = message.as_object_mut() {
+        fields.remove("reasoning_content");
+    }
+    let calls = message["tool_calls"].as_array_mut().into_iter().flatten();
+    for (index, call) in calls.enumerate() {
+        let id = match call["id"].as_str() {
+            Some(id) if !id.is_empty() => id.to_owned(),
+            _ => format!("call_{turn}_{index}"),
+        };
+        call["id"] = Value::from(id.as_str());
+        ids.push(id);
+        let function = &mut call["function"];
+        let arguments = function["arguments"].as_str().unwrap_or_default();
+        if !serde_json::from_str(arguments).is_ok_and(|value: Value| value.is_object()) {
+            function["arguments"] = Value::from("{}");
+        }
+    }
+    conversation.push(message);
+    ids
+}
+
+/// Adds the environment's answers; those of tools answer the calls one by one.
+fn push_answers(conversation: &mut Vec<Value>, answers: &[Message], calls: &[String]) {
+    let mut calls = calls.iter();
+    for answer in answers {
+        let mut said = spoken(answer);
+        if answer.role == Role::Tool {
+            match calls.next() {
+                Some(id) => said["tool_call_id"] = Value::from(id.as_str()),
+                // Nobody asked: only a person may say it then.
+                None => said["role"] = json!(Role::User),
+            }
+        }
+        conversation.push(said);
+    }
+}
+
+/// Returns how long to wait before try number `tried`, from 1: doubling from half a second, with jitter, so
+/// that those who failed together do not come back together.
+pub(super) fn backoff(tried: u32) -> Duration {
+    let longest = 0.5 * f64::from(1_u32 << (tried - 1).min(7));
+    Duration::from_secs_f64(longest * (0.5 + 0.5 * rand::random::<f64>()))
+}

@@ -1,0 +1,519 @@
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use indexmap::IndexMap;
+use serde_json::json;
+
+use super::*;
+use crate::chat::{Message, ParsedTurn, ToolSpec};
+use crate::env::{EnvError, Environment, EpisodeStats, EpisodeStatus, StepResult};
+use crate::eval::TaskScore;
+use crate::http::tests_support::{Script, serve, whole, whole_with};
+use crate::trajectory::Status;
+
+const SEED: CollectionSeed<'_> = CollectionSeed {
+    run: 7,
+    purpose: "eval",
+    step: 0,
+    draw: 0,
+};
+
+/// Passes once `done` is called; answers everything else.
+struct Door {
+    tools: Vec<ToolSpec>,
+}
+
+fn ended(status: EpisodeStatus) -> StepResult {
+    StepResult {
+        observation: Vec::new(),
+        reward: Some(f64::from(u8::from(status == EpisodeStatus::Passed))),
+        rewards: IndexMap::new(),
+        done: true,
+        status: Some(status),
+        fault: None,
+    }
+}
+
+impl Environment for Door {
+    fn reset(&mut self) -> Vec<Message> {
+        vec![Message::system("Be brief."), Message::user("Open it.")]
+    }
+
+    fn tools(&self) -> &[ToolSpec] {
+        &self.tools
+    }
+
+    fn step(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+        assert_ne!(turn.content, "panic", "as the model asked");
+        let mut observation = Vec::new();
+        for call in &turn.tool_calls {
+            match call {
+                Ok(call) if call.name == "done" => return Ok(ended(EpisodeStatus::Passed)),
+                Ok(call) => observation.push(Message::tool_result(call, "It is locked.")),
+                Err(error) => observation.push(Message::tool(format!("error: {error}"))),
+            }
+        }
+        if observation.is_empty() {
+            observation.push(Message::user("Call a tool."));
+        }
+        Ok(StepResult {
+            observation,
+            reward: None,
+            done: false,
+            status: None,
+            ..ended(EpisodeStatus::Passed)
+        })
+    }
+
+    fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        ended(EpisodeStatus::NoSubmission)
+    }
+
+    fn stats(&self) -> EpisodeStats {
+        EpisodeStats::default()
+    }
+}
+
+fn requests(tasks: &[&str], samples: usize) -> Vec<GroupRequest> {
+    let door = || {
+        let tools = vec![ToolSpec::new(
+            "done",
+            "Opens it.",
+            json!({"type": "object"}),
+        )];
+        Box::new(Door { tools }) as Box<dyn Environment>
+    };
+    let group = |task_id: &&str| GroupRequest {
+        task_id: (*task_id).to_owned(),
+        visit: 0,
+        environments: (0..samples).map(|_| door()).collect(),
+    };
+    tasks.iter().map(group).collect()
+}
+
+fn config(url: &str) -> EndpointConfig {
+    EndpointConfig {
+        upstream: UpstreamConfig {
+            model: Some("m".to_owned()),
+            asks_for_ids: false,
+            timeout: Duration::from_secs(20),
+            ..UpstreamConfig::new(url)
+        },
+        temperature: 1.0,
+        max_new_tokens: 64,
+        max_total_tokens: 1000,
+        use_tools: true,
+        extra: Map::new(),
+        concurrency: 2,
+        retries: 2,
+    }
+}
+
+/// What a model says, as a whole response.
+fn say(message: &Value, finish_reason: &str, prompt_tokens: u64) -> Script {
+    let body = json!({
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 5},
+    });
+    whole("200 OK", &body.to_string())
+}
+
+fn call(id: &str, name: &str, arguments: &str) -> Value {
+    json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+}
+
+fn calls(calls: &[Value]) -> Script {
+    let message = json!({"role": "assistant", "content": null, "tool_calls": calls});
+    say(&message, "tool_calls", 10)
+}
+
+fn done() -> Script {
+    calls(&[call("c", "done", "{}")])
+}
+
+fn turns_of(body: &Value) -> usize {
+    let messages = body["messages"].as_array().unwrap();
+    messages
+        .iter()
+        .filter(|message| message["role"] == "assistant")
+        .count()
+}
+
+fn evaluate(
+    config: &EndpointConfig,
+    requests: Vec<GroupRequest>,
+    results: &mut ResultsFile,
+) -> Result<(), EndpointError> {
+    let go_on = AtomicBool::new(false);
+    evaluate_endpoint(config, requests, SEED, results, &go_on, &mut |_| {})
+}
+
+fn records(config: &EndpointConfig, requests: Vec<GroupRequest>) -> Vec<EpisodeRecord> {
+    let mut results = ResultsFile::in_memory();
+    evaluate(config, requests, &mut results).unwrap();
+    results.into_records()
+}
+
+#[test]
+fn a_conversation_goes_on_as_servers_want_it() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let bodies = Arc::clone(&seen);
+    let url = serve(move |body| {
+        bodies.lock().unwrap().push(body.clone());
+        match turns_of(body) {
+            // Without an id, without JSON, without an object; with reasoning that is not sent back.
+            0 => say(
+                &json!({
+                    "role": "assistant", "content": "Hm.", "reasoning": "A door?",
+                    "tool_calls": [
+                        {"function": {"name": "knock", "arguments": ""}},
+                        call("b", "push", "{\"hard\": tru"),
+                        call("c", "pull", "[1]"),
+                    ],
+                }),
+                "tool_calls",
+                20,
+            ),
+            1 => say(
+                &json!({"role": "assistant", "content": "I wait."}),
+                "stop",
+                60,
+            ),
+            _ => done(),
+        }
+    });
+    let mut config = config(&url);
+    config.extra =
+        json!({"top_k": 20, "seed": null, "max_tokens": null, "max_completion_tokens": 9})
+            .as_object()
+            .unwrap()
+            .clone();
+    let records = records(&config, requests(&["t"], 1));
+    let bodies = seen.lock().unwrap();
+    let first = &bodies[0];
+    assert_eq!(
+        (
+            &first["model"],
+            &first["stream"],
+            &first["top_k"],
+            &first["max_completion_tokens"]
+        ),
+        (&json!("m"), &json!(false), &json!(20), &json!(9))
+    );
+    for left_out in ["seed", "max_tokens", "return_token_ids", "logprobs"] {
+        assert!(first.get(left_out).is_none(), "{left_out}");
+    }
+    assert_eq!(first["tools"][0]["function"]["name"], "done");
+    let said = bodies[2]["messages"].as_array().unwrap();
+    assert_eq!(said[0], json!({"role": "system", "content": "Be brief."}));
+    assert_eq!(said[1], json!({"role": "user", "content": "Open it."}));
+    assert_eq!(
+        said[2],
+        json!({
+            "role": "assistant", "content": "Hm.",
+            "tool_calls": [call("call_1_0", "knock", "{}"), call("b", "push", "{}"), call("c", "pull", "{}")],
+        })
+    );
+    let answer =
+        |id: &str, content: &str| json!({"role": "tool", "content": content, "tool_call_id": id});
+    assert_eq!(said[3], answer("call_1_0", "It is locked."));
+    assert_eq!(said[4]["tool_call_id"], "b");
+    let told = |index: usize| said[index]["content"].as_str().unwrap().to_owned();
+    assert!(told(4).contains("not valid JSON"), "{}", told(4));
+    assert!(
+        told(5).contains("must be a JSON object, found an array"),
+        "{}",
+        told(5)
+    );
+    assert_eq!(said[7], json!({"role": "user", "content": "Call a tool."}));
+    let [record] = &records[..] else {
+        panic!("{records:?}");
+    };
+    assert_eq!(record.trajectory.passed, Some(true));
+    assert_eq!(record.trajectory.turns.len(), 3);
+    assert!(record.trajectory.trace.is_empty());
+    let reasoning = record.trajectory.messages[2].reasoning_content.as_deref();
+    assert_eq!(reasoning, Some("A door?"));
+    let usage = EndpointUsage {
+        requests: 3,
+        retries: 0,
+        prompt_tokens: 90,
+        completion_tokens: 15,
+    };
+    assert_eq!(record.usage, usage);
+}
+
+#[test]
+fn samples_have_seeds_of_their_own_and_the_same_ones_again() {
+    let seeds = || {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let bodies = Arc::clone(&seen);
+        let url = serve(move |body| {
+            bodies.lock().unwrap().push(body["seed"].as_u64().unwrap());
+            done()
+        });
+        records(&config(&url), requests(&["t", "u"], 3));
+        let mut seeds = seen.lock().unwrap().clone();
+        seeds.sort_unstable();
+        seeds
+    };
+    let mut first = seeds();
+    assert_eq!(first, seeds());
+    assert!(first.iter().all(|seed| *seed < 1 << 31));
+    first.dedup();
+    assert_eq!(first.len(), 6);
+}
+
+#[test]
+fn what_fails_for_a_while_is_asked_again() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let url = serve(move |_| match count.fetch_add(1, Ordering::Relaxed) {
+        0 => whole_with(
+            "429 Too Many",
+            "Retry-After: 1\r\n",
+            r#"{"error": "later"}"#,
+        ),
+        // Breaks off.
+        1 => vec![(
+            0,
+            "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{".to_owned(),
+        )],
+        _ => done(),
+    });
+    let started = Instant::now();
+    let records = records(&config(&url), requests(&["t"], 1));
+    assert_eq!(records[0].trajectory.passed, Some(true));
+    assert_eq!(
+        (records[0].usage.requests, records[0].usage.retries),
+        (1, 2)
+    );
+    assert_eq!(asked.load(Ordering::Relaxed), 3);
+    assert!(
+        started.elapsed() >= Duration::from_secs(1),
+        "it came back too early"
+    );
+}
+
+#[test]
+fn what_the_endpoint_fails_for_good_has_no_score() {
+    // The second request of every episode of one task fails.
+    let url = serve(|body| match turns_of(body) {
+        0 => calls(&[call("a", "knock", "{}")]),
+        _ => whole("500 Oops", "{}"),
+    });
+    let mut config = config(&url);
+    (config.retries, config.concurrency) = (0, 1);
+    let records = records(&config, requests(&["t"], 3));
+    let scores = TaskScore::count(records.iter().map(|record| &record.trajectory));
+    assert_eq!((scores[0].n, scores[0].unscorable), (0, 3));
+    let Status::Failed { reason } = &records[0].trajectory.status else {
+        panic!("{:?}", records[0].trajectory.status);
+    };
+    assert!(reason.contains("status 500"), "{reason}");
+}
+
+#[test]
+fn an_endpoint_that_is_down_ends_it() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let url = serve(move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        whole("503 Down", "{}")
+    });
+    let mut config = config(&url);
+    config.retries = 0;
+    let mut results = ResultsFile::in_memory();
+    let error = evaluate(&config, requests(&["t"], 100), &mut results).unwrap_err();
+    assert!(
+        matches!(error, EndpointError::Down { failures: 4, .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("status 503"), "{error}");
+    // Not all hundred were tried.
+    assert!(asked.load(Ordering::Relaxed) < 10);
+}
+
+#[test]
+fn what_no_episode_can_get_past_ends_it_and_says_what_helps() {
+    for (status, remedy) in [
+        ("401 Unauthorized", "--api-key-env"),
+        ("404 Not Found", "the name of the model"),
+        ("400 Bad", "--no-tools"),
+    ] {
+        let url = serve(move |_| whole(status, r#"{"error": {"message": "no such thing"}}"#));
+        let mut results = ResultsFile::in_memory();
+        let error = evaluate(&config(&url), requests(&["t"], 20), &mut results).unwrap_err();
+        assert!(error.is_usage());
+        assert!(error.to_string().contains(remedy), "{status}: {error}");
+        assert!(results.into_records().is_empty());
+    }
+}
+
+#[test]
+fn a_context_that_is_full_ends_an_episode_and_is_the_models_doing() {
+    // The server refuses the second turn.
+    let url = serve(|body| match turns_of(body) {
+        0 => calls(&[call("a", "knock", "{}")]),
+        _ => whole(
+            "400 Bad Request",
+            r#"{"error": {"message": "This model's maximum context length is 64 tokens."}}"#,
+        ),
+    });
+    let full = records(&config(&url), requests(&["t"], 1));
+    // Our own limit is met.
+    let url = serve(|_| say(&json!({"role": "assistant", "content": "..."}), "stop", 995));
+    let limited = records(&config(&url), requests(&["t"], 1));
+    // An answer is too long.
+    let url = serve(|_| {
+        say(
+            &json!({"role": "assistant", "content": "..."}),
+            "length",
+            10,
+        )
+    });
+    let cut_off = records(&config(&url), requests(&["t"], 1));
+    for records in [full, limited, cut_off] {
+        let episode = &records[0].trajectory;
+        assert_eq!((episode.passed, episode.reward), (Some(false), Some(0.0)));
+        assert_eq!(episode.status, Status::Truncated);
+    }
+}
+
+#[test]
+fn an_environment_that_panics_fails_one_episode() {
+    let url = serve(|body| match body["seed"].as_u64().unwrap() % 2 {
+        0 => say(
+            &json!({"role": "assistant", "content": "panic"}),
+            "stop",
+            10,
+        ),
+        _ => done(),
+    });
+    let records = records(&config(&url), requests(&["t"], 16));
+    let failed = records
+        .iter()
+        .filter(|record| record.trajectory.passed.is_none());
+    let failed = failed.count();
+    assert!(0 < failed && failed < 16, "{failed}");
+}
+
+#[test]
+fn an_evaluation_that_was_interrupted_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("new/results.jsonl");
+    let asked = json!({"model": "m", "temperature": 1.0})
+        .as_object()
+        .unwrap()
+        .clone();
+    let count = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&count);
+    let url = serve(move |_| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        done()
+    });
+    let config = config(&url);
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    evaluate(&config, requests(&["t"], 3), &mut results).unwrap();
+    // What could not be scored is tried again.
+    let mut failed = results.into_records()[0].clone();
+    failed.trajectory.task_id = "u".to_owned();
+    failed.trajectory.sample = 0;
+    failed.trajectory.passed = None;
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    results.append(failed).unwrap();
+    drop(results);
+    // A line that was not written to its end.
+    let text = fs_err::read_to_string(&path).unwrap();
+    fs_err::write(&path, format!("{text}{}", &text[..text.len() / 2])).unwrap();
+
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    evaluate(&config, requests(&["t", "u"], 3), &mut results).unwrap();
+    assert_eq!(count.load(Ordering::Relaxed), 3 + 3);
+    let records = results.into_records();
+    let scores = TaskScore::count(records.iter().map(|record| &record.trajectory));
+    let counts: Vec<_> = scores
+        .iter()
+        .map(|score| (score.n, score.c, score.unscorable))
+        .collect();
+    assert_eq!(counts, [(3, 3, 0), (3, 3, 0)]);
+    let again = ResultsFile::open(&path, &asked).unwrap().into_records();
+    assert_eq!(again.len(), 6);
+
+    let mut other = asked.clone();
+    other["temperature"] = json!(0.5);
+    let error = ResultsFile::open(&path, &other).unwrap_err().to_string();
+    assert!(
+        error.contains("another `temperature` (1.0, now 0.5)"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_file_of_something_else_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = json!({"model": "m"}).as_object().unwrap().clone();
+    let path = folder.path().join("other.json");
+    for text in [
+        "[1]\n",
+        "{\"task\": 1}",
+        "{\"model\": \"m\"",
+        "{\n}\n",
+        "{\"model\":\"m\"}\n[]\n",
+    ] {
+        fs_err::write(&path, text).unwrap();
+        let error = ResultsFile::open(&path, &asked).unwrap_err();
+        assert!(error.is_usage(), "{error}");
+        assert_eq!(fs_err::read_to_string(&path).unwrap(), text);
+    }
+    // The first line of ours, cut off.
+    let path = folder.path().join("ours.jsonl");
+    fs_err::write(&path, "{\"model\":\"").unwrap();
+    ResultsFile::open(&path, &asked).unwrap();
+    assert_eq!(
+        fs_err::read_to_string(&path).unwrap(),
+        "{\"model\":\"m\"}\n"
+    );
+}
+
+#[test]
+fn a_request_to_stop_is_met_within_a_pause() {
+    let url = serve(|_| whole_with("503 Down", "Retry-After: 60\r\n", "{}"));
+    let stop = Arc::new(AtomicBool::new(false));
+    let later = Arc::clone(&stop);
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        later.store(true, Ordering::Relaxed);
+    });
+    let started = Instant::now();
+    let mut results = ResultsFile::in_memory();
+    let requests = requests(&["t"], 2);
+    let error = evaluate_endpoint(
+        &config(&url),
+        requests,
+        SEED,
+        &mut results,
+        &stop,
+        &mut |_| {},
+    );
+    assert!(
+        matches!(error, Err(EndpointError::Stopped { done: 0, total: 2 })),
+        "{error:?}"
+    );
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn the_only_model_needs_no_name() {
+    let models = |names: &[&str]| {
+        let models: Vec<_> = names.iter().map(|name| json!({"id": name})).collect();
+        let body = json!({"data": models}).to_string();
+        serve(move |_| whole("200 OK", &body))
+    };
+    let found = |url: &str| only_model(UpstreamConfig::new(url));
+    assert_eq!(found(&models(&["m"])).unwrap(), "m");
+    let error = found(&models(&["m", "n"])).unwrap_err().to_string();
+    assert!(error.contains("the models m, n; name one"), "{error}");
+    let error = found(&models(&[])).unwrap_err().to_string();
+    assert!(error.contains("no models"), "{error}");
+}
