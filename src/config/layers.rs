@@ -310,6 +310,7 @@ fn every_key() -> RunConfig {
     config.rollout.deadline = Some(std::time::Duration::from_secs(1));
     config.rollout.tool_call_format = Some(crate::chat::ToolCallFormat::Hermes);
     config.rollout.system_prompt = Some(String::new());
+    config.rollout.agent = Some(super::AgentConfig::default());
     config.trainer.dual_clip = Some(3.0);
     config.trainer.sampler_correction_min = Some(0.0);
     config.trainer.off_policy_threshold = Some(1.0);

@@ -346,6 +346,58 @@ pub struct RolloutConfig {
     /// How much of a tool's output the policy is fed, head and tail kept; 4KiB unless given.
     #[serde(with = "units::byte_size")]
     pub tool_output: ByteSize,
+    /// A program that acts in the place of the turns and tools here; none unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentConfig>,
+}
+
+/// An agent that is a program of its own. Each episode starts it with the address and the key of a proxy
+/// in front of the policy, and with a task; what it leaves as its answer is graded, and what the policy
+/// sampled for it is learned from (docs/proxy.md). The turns, the tools and the system prompt are its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AgentConfig {
+    /// The program and its arguments; has to be given.
+    pub command: Vec<String>,
+    /// Variables of its environment besides those of its task, `PATH` and `LANG`; none unless given.
+    pub env: BTreeMap<String, String>,
+    /// What keeps it from the rest of the machine; `bubblewrap` unless given.
+    pub isolation: AgentIsolation,
+    /// Paths that a sandbox shows it, to read, besides the system's programs; none unless given.
+    pub mounts: Vec<PathBuf>,
+    /// Programs at a time; 8 unless given.
+    pub concurrency: usize,
+    /// The longest that one may take, after which what it has left is graded; 10m unless given.
+    #[serde(with = "units::duration")]
+    pub timeout: Duration,
+    /// Calls of the policy in an episode, after which it is told to stop; 64 unless given, 0 for no limit.
+    pub max_model_calls: u64,
+}
+
+impl Default for AgentConfig {
+    fn default() -> Self {
+        Self {
+            command: Vec::new(),
+            env: BTreeMap::new(),
+            isolation: AgentIsolation::Bubblewrap,
+            mounts: Vec::new(),
+            concurrency: 8,
+            timeout: Duration::from_mins(10),
+            max_model_calls: 64,
+        }
+    }
+}
+
+/// What keeps an agent from the rest of the machine.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AgentIsolation {
+    /// Namespaces, by the program `bwrap`: it sees the system's programs and a folder of its own, and has the
+    /// machine's network.
+    #[default]
+    Bubblewrap,
+    /// Nothing: it may do what the user may.
+    None,
 }
 
 impl Default for RolloutConfig {
@@ -366,6 +418,7 @@ impl Default for RolloutConfig {
             tool_call_format: None,
             system_prompt: None,
             tool_output: ByteSize::kib(4),
+            agent: None,
         }
     }
 }

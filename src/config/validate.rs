@@ -238,6 +238,10 @@ impl RunConfig {
                     rollout.max_thinking_tokens.is_none(),
                     "leave it out: with `rollout.max_thinking_tokens` a turn cannot be continued",
                 ),
+                (
+                    rollout.agent.is_none(),
+                    "leave it out: a program (`rollout.agent`) cannot wait for the next step",
+                ),
             ] {
                 issues.require(holds, "rollout.max_step_tokens", tokens, why);
             }
@@ -249,6 +253,29 @@ impl RunConfig {
             "make it above 0 and at most 10: samples that are all alike teach nothing",
         );
         issues.require_tool_output("rollout.tool_output", Some(rollout.tool_output));
+        if let Some(agent) = &rollout.agent {
+            issues.require(
+                agent
+                    .command
+                    .first()
+                    .is_some_and(|program| !program.is_empty()),
+                "rollout.agent.command",
+                format!("{:?}", agent.command),
+                "give the program and its arguments, such as `[\"python3\", \"agent.py\"]`",
+            );
+            issues.require(
+                (1..=MAX_WORKERS).contains(&agent.concurrency),
+                "rollout.agent.concurrency",
+                agent.concurrency,
+                &format!("make it 1 to {MAX_WORKERS}"),
+            );
+            issues.require(
+                !agent.timeout.is_zero(),
+                "rollout.agent.timeout",
+                "0s",
+                "make it above 0s",
+            );
+        }
     }
 
     fn validate_sandbox(&self, issues: &mut Issues) {

@@ -93,6 +93,13 @@ pub trait Environment: Send {
     /// ran out in, if they did in one.
     fn close(&mut self, cut_off: Option<&ParsedTurn>) -> StepResult;
 
+    /// Ends an episode with an answer that was made elsewhere, as by an agent with tools of its own. An
+    /// environment that has no answers ends as [`Environment::close`] has it.
+    fn submit(&mut self, answer: &str) -> StepResult {
+        let _ = answer;
+        self.close(None)
+    }
+
     /// Returns what was used so far.
     fn stats(&self) -> EpisodeStats;
 }

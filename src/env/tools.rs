@@ -206,7 +206,7 @@ impl ToolEnvironment {
     }
 
     /// Grades a submission, which ends the episode.
-    fn submit(&mut self, submission: &str) -> StepResult {
+    fn grade(&mut self, submission: &str) -> StepResult {
         let started = Instant::now();
         let verdict = self.grader.grade(&self.task.grade_request(submission));
         self.stats.grade_seconds += started.elapsed().as_secs_f64();
@@ -240,7 +240,7 @@ impl ToolEnvironment {
     /// Answers a turn that called no tool.
     fn answer_text(&mut self, content: &str) -> Result<StepResult, EnvError> {
         if self.task.submission_kind() == SubmissionKind::Text {
-            return Ok(self.submit(content));
+            return Ok(self.grade(content));
         }
         let Some(code) = last_code_block(content) else {
             self.is_well_formed = false;
@@ -249,10 +249,10 @@ impl ToolEnvironment {
             )]));
         };
         if self.turns >= self.config.max_turns {
-            return Ok(self.submit(&code));
+            return Ok(self.grade(&code));
         }
         let Some(outcome) = self.try_visible_tests(&code)? else {
-            return Ok(self.submit(&code));
+            return Ok(self.grade(&code));
         };
         self.answer = Some(code);
         let output = describe_outcome(&outcome, self.config.max_output_chars);
@@ -377,7 +377,7 @@ impl Environment for ToolEnvironment {
                 };
                 match checked {
                     Ok((call, text)) if call.name == submit.tool => {
-                        return Ok(self.submit(text));
+                        return Ok(self.grade(text));
                     }
                     Ok((call, code)) => {
                         let outcome = self.run(code, "")?;
@@ -408,9 +408,13 @@ impl Environment for ToolEnvironment {
             .and_then(|turn| last_code_block(&turn.content))
             .or_else(|| self.answer.take());
         match answer {
-            Some(code) => self.submit(&code),
+            Some(code) => self.grade(&code),
             None => self.without_submission(),
         }
+    }
+
+    fn submit(&mut self, answer: &str) -> StepResult {
+        self.grade(answer)
     }
 
     fn stats(&self) -> EpisodeStats {

@@ -133,6 +133,7 @@ fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, P
         sampling,
         max_model_calls,
         metadata,
+        seed: None,
     })
 }
 

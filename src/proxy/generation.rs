@@ -49,6 +49,7 @@ pub(super) fn prepare(
     let room = engine.limits().max_context.saturating_sub(prompt.len());
     common.max_tokens = common.max_tokens.map(|tokens| tokens.min(room.max(1)));
     common.stream = is_streamed;
+    common.seed = session.call_seed(&prompt).or(common.seed);
     let generate = common.request(engine, model, 1, prompt)?;
     let trainable = generate.params.check_trainable();
     let why_context = match session.options.purpose {

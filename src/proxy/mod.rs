@@ -17,6 +17,7 @@
 
 mod backend;
 mod call;
+mod capture;
 mod control;
 mod dialect;
 mod error;
@@ -52,6 +53,7 @@ use crate::http::{self, ApiKey, Bodies, is_cross_site, name_request, unix_second
 use crate::openai::ApiError;
 
 pub use self::backend::Backend;
+pub use self::capture::{Capture, TrainingSession};
 pub use self::error::ProxyError;
 pub use self::graph::{CallGraph, GraphStats, Role, Row};
 pub use self::record::{Call, CallTokens, Ending};
@@ -120,6 +122,24 @@ struct App {
 }
 
 impl App {
+    fn new(backend: Backend, config: ProxyConfig) -> Arc<Self> {
+        let budget = Budget::new(config.max_session_bytes, config.max_total_bytes);
+        let sessions = Sessions::new(
+            config.max_sessions,
+            config.session_timeout,
+            budget,
+            config.out.clone(),
+        );
+        Arc::new(Self {
+            bodies: Bodies::new(config.max_body_bytes),
+            backend,
+            config,
+            sessions,
+            metrics: Metrics::default(),
+            started: unix_seconds(),
+        })
+    }
+
     /// Returns the session of a request, and the attempt that it says it is of. The first part of the
     /// path names it, or a header, or the key that the API's clients send.
     fn session(
@@ -168,26 +188,15 @@ impl App {
 
 /// Returns the proxy as a service.
 pub fn router(backend: Backend, config: ProxyConfig) -> Router {
-    let body_limit = DefaultBodyLimit::max(config.max_body_bytes);
-    let budget = Budget::new(config.max_session_bytes, config.max_total_bytes);
-    let sessions = Sessions::new(
-        config.max_sessions,
-        config.session_timeout,
-        budget,
-        config.out.clone(),
-    );
-    let app = Arc::new(App {
-        bodies: Bodies::new(config.max_body_bytes),
-        backend,
-        config,
-        sessions,
-        metrics: Metrics::default(),
-        started: unix_seconds(),
-    });
+    let app = App::new(backend, config);
     let guarded =
         control::routes().route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
-    data_plane()
-        .merge(guarded)
+    service(app, data_plane().merge(guarded))
+}
+
+/// Returns a service with these routes and what all have.
+fn service(app: Arc<App>, routes: Router<Arc<App>>) -> Router {
+    routes
         .route_layer(middleware::from_fn_with_state(
             Arc::clone(&app),
             read_request_body,
@@ -201,7 +210,7 @@ pub fn router(backend: Backend, config: ProxyConfig) -> Router {
         .method_not_allowed_fallback(async || ApiError::MethodNotAllowed)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), count))
         .layer(middleware::from_fn(name_request))
-        .layer(body_limit)
+        .layer(DefaultBodyLimit::max(app.config.max_body_bytes))
         .with_state(app)
 }
 

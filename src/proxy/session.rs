@@ -54,6 +54,8 @@ pub(super) struct SessionOptions {
     pub(super) sampling: Map<String, Value>,
     /// Calls of an attempt; the next one is answered with a stop. 0 is no limit.
     pub(super) max_model_calls: u64,
+    /// What the random numbers of its calls are made of; without it no two sessions have the same.
+    pub(super) seed: Option<u64>,
     /// Whatever its maker wants to find again.
     pub(super) metadata: Map<String, Value>,
 }
@@ -100,6 +102,8 @@ pub(super) struct State {
     /// Messages and tools that calls share, by their hash.
     texts: HashMap<[u8; 32], Arc<Value>>,
     tools: HashMap<[u8; 32], Arc<[Value]>>,
+    /// How often each prompt was asked for, by its hash.
+    prompts: HashMap<[u8; 32], u64>,
     bytes: u64,
     /// Calls of this attempt that were let in.
     asked: u64,
@@ -118,6 +122,7 @@ impl State {
             history: History::default(),
             texts: HashMap::new(),
             tools: HashMap::new(),
+            prompts: HashMap::new(),
             bytes: 0,
             asked: 0,
             budget_stops: 0,
@@ -216,6 +221,25 @@ impl Session {
         let state = self.lock();
         let found = (state.history).find(setting, messages, |place| state.graph.call(place))?;
         Some((state.graph.call(found.call)?.clone(), found))
+    }
+
+    /// Returns the seed of a call with this prompt, if the session has one: another seed for each prompt,
+    /// and for each time that it is asked, in whatever order the calls of an agent come.
+    pub(super) fn call_seed(&self, prompt: &[u32]) -> Option<i64> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.options.seed?.to_le_bytes());
+        for id in prompt {
+            hasher.update(&id.to_le_bytes());
+        }
+        let mut state = self.lock();
+        let asked = (state.prompts)
+            .entry(*hasher.finalize().as_bytes())
+            .or_default();
+        hasher.update(&asked.to_le_bytes());
+        *asked += 1;
+        let mut seed = [0; 8];
+        hasher.finalize_xof().fill(&mut seed);
+        Some(i64::from_le_bytes(seed))
     }
 
     /// Keeps a call. Whoever comes back to an attempt that is over is refused.

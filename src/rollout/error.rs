@@ -12,6 +12,17 @@ pub enum RolloutError {
     /// Sampling failed.
     #[error("sampling failed")]
     Engine(#[from] EngineError),
+    /// The proxy in front of the engine, which agents ask, cannot be started.
+    #[error("the proxy that agents ask cannot be started")]
+    Proxy(#[from] std::io::Error),
+    /// The program of the agents is not there.
+    #[error("there is no program `{program}` to run agents (`rollout.agent`); {remedy}")]
+    AgentNotFound {
+        /// The program.
+        program: String,
+        /// What helps.
+        remedy: &'static str,
+    },
     /// The collection was asked to stop.
     #[error("stopped")]
     Stopped,

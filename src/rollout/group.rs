@@ -14,13 +14,17 @@ pub struct RolloutGroup {
 }
 
 impl RolloutGroup {
+    /// Returns the episodes, each by the first of its rows: those of an agent may be several.
+    pub fn episodes(&self) -> impl Iterator<Item = &Trajectory> {
+        let mut last = None;
+        let is_first = move |row: &&Trajectory| last.replace(row.sample) != Some(row.sample);
+        self.trajectories.iter().filter(is_first)
+    }
+
     /// Returns the rewards in sample order; `None` is an episode that could not be scored.
     #[must_use]
     pub fn rewards(&self) -> Vec<Option<f64>> {
-        self.trajectories
-            .iter()
-            .map(|trajectory| trajectory.reward)
-            .collect()
+        self.episodes().map(|episode| episode.reward).collect()
     }
 
     /// Returns whether the rewards of the episodes that can be learned from differ, so that a

@@ -38,10 +38,7 @@ impl PassRates {
     /// Counts what came of some tasks; episodes without a score say nothing.
     pub(super) fn learn(&mut self, groups: &[RolloutGroup]) {
         for group in groups {
-            let passed = group
-                .trajectories
-                .iter()
-                .filter_map(|episode| episode.passed);
+            let passed = group.episodes().filter_map(|episode| episode.passed);
             let (mut scored, mut count) = (0.0, 0.0);
             for passed in passed {
                 scored += 1.0;

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use serde::{Deserialize, Serialize};
 
 use super::RunError;
+use super::agents::AgentPlay;
 use super::algorithm::part_weights;
 use super::curriculum::PassRates;
 use super::mix::Mix;
@@ -277,8 +278,21 @@ impl TaskDraws<'_> {
                 .group(task, config.rollout.group_size, seed, visit as u64)
         });
         let requests = requests.collect();
-        let mut collector = self.collector(engine, place);
-        let (groups, stats) = collector.collect(requests, seed, &mut |_| {})?;
+        let (groups, stats) = match &config.rollout.agent {
+            None => self
+                .collector(engine, place)
+                .collect(requests, seed, &mut |_| {})?,
+            Some(agent) => {
+                let play = AgentPlay {
+                    config,
+                    agent,
+                    policy: self.policy,
+                    temperature: config.rollout.temperature,
+                    stop: self.stop,
+                };
+                play.collect(requests, seed, &mut |_| {})?
+            }
+        };
         Ok((groups, stats.sampled_tokens, stats.seconds))
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicBool;
 
+use super::agents::AgentPlay;
 use super::mix::environment_of;
 use super::ranks::gather;
 use super::scored::why_unscored;
@@ -10,7 +11,7 @@ use crate::collective::Collective;
 use crate::config::RunConfig;
 use crate::engine::Engine;
 use crate::eval::{EvalReport, TaskScore};
-use crate::rollout::{CollectionSeed, Collector};
+use crate::rollout::{CollectionSeed, Collector, RolloutGroup};
 use crate::task::{Task, TaskSet};
 
 /// Episodes in the engine at one time while measuring.
@@ -87,22 +88,35 @@ fn measure_share(
             .iter()
             .map(|task| workbench.group(task, samples, seed, 0))
             .collect();
-        let mut collector = Collector::new(
-            engine,
-            &policy.tokenizer,
-            &policy.template,
-            &collector_config,
-        )
-        .until(stop);
-        let (groups, _) = collector.collect(requests, seed, &mut |finished| {
+        let mut progress = |finished| {
             observer(RunEvent::Evaluating {
                 done: done + finished,
                 total,
             });
-        })?;
+        };
+        let (groups, _) = match &config.rollout.agent {
+            None => Collector::new(
+                engine,
+                &policy.tokenizer,
+                &policy.template,
+                &collector_config,
+            )
+            .until(stop)
+            .collect(requests, seed, &mut progress)?,
+            Some(agent) => {
+                let play = AgentPlay {
+                    config,
+                    agent,
+                    policy,
+                    temperature: config.eval.temperature,
+                    stop,
+                };
+                play.collect(requests, seed, &mut progress)?
+            }
+        };
         done += chunk.len() * samples;
         reason = why_unscored(&groups).or(reason);
-        let episodes = groups.iter().flat_map(|group| &group.trajectories);
+        let episodes = groups.iter().flat_map(RolloutGroup::episodes);
         scores.extend(TaskScore::count(episodes));
     }
     Ok((scores, reason))

@@ -89,7 +89,7 @@ pub(super) fn environment_metrics<'a>(
         let mean = |value: &dyn Fn(&Trajectory) -> Option<f64>| {
             // As the trainer's `reward`: the mean of the groups' means.
             let means = own.iter().filter_map(|group| {
-                let values: Vec<f64> = group.trajectories.iter().filter_map(value).collect();
+                let values: Vec<f64> = group.episodes().filter_map(value).collect();
                 (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
             });
             let means: Vec<f64> = means.collect();
@@ -137,25 +137,22 @@ pub(super) struct EpisodeMetrics {
 
 impl EpisodeMetrics {
     pub(super) fn new(groups: &[RolloutGroup]) -> Self {
-        let episodes: Vec<&Trajectory> = groups
+        let rows: Vec<&Trajectory> = groups
             .iter()
             .flat_map(|group| &group.trajectories)
             .collect();
+        let episodes: Vec<&Trajectory> = groups.iter().flat_map(RolloutGroup::episodes).collect();
         if episodes.is_empty() {
             return Self::default();
         }
-        let count = episodes.len() as f64;
-        let sum = |value: &dyn Fn(&Trajectory) -> f64| -> f64 {
+        let count = rows.len() as f64;
+        let sum = |episodes: &[&Trajectory], value: &dyn Fn(&Trajectory) -> f64| -> f64 {
             episodes.iter().map(|episode| value(episode)).sum()
         };
-        let lengths: Vec<usize> = episodes
-            .iter()
-            .map(|episode| episode.trace.sampled_len())
-            .collect();
+        let lengths: Vec<usize> = rows.iter().map(|row| row.trace.sampled_len()).collect();
         let turns = |value: &dyn Fn(&Turn) -> u32| -> f64 {
-            episodes
-                .iter()
-                .flat_map(|episode| &episode.turns)
+            rows.iter()
+                .flat_map(|row| &row.turns)
                 .map(|t| f64::from(value(t)))
                 .sum()
         };
@@ -172,17 +169,17 @@ impl EpisodeMetrics {
             mean_length: lengths.iter().sum::<usize>() as f64 / count,
             min_length: lengths.iter().copied().min().unwrap_or(0),
             max_length: lengths.iter().copied().max().unwrap_or(0),
-            clipped_ratio: sum(&|episode| f64::from(u8::from(episode.is_truncated()))) / count,
+            clipped_ratio: sum(&rows, &|row| f64::from(u8::from(row.is_truncated()))) / count,
             call_frequency: calls / count,
             failure_frequency: turns(&|turn| turn.tool_failures) / calls.max(1.0),
             rewards,
-            turns: sum(&|episode| episode.turns.len() as f64) / count,
+            turns: sum(&rows, &|row| row.turns.len() as f64) / count,
             unscorable: episodes
                 .iter()
                 .filter(|episode| episode.reward.is_none())
                 .count(),
-            tool_seconds: sum(&|episode| episode.usage.tool_seconds),
-            grade_seconds: sum(&|episode| episode.usage.grade_seconds),
+            tool_seconds: sum(&episodes, &|episode| episode.usage.tool_seconds),
+            grade_seconds: sum(&episodes, &|episode| episode.usage.grade_seconds),
         }
     }
 }

@@ -9,10 +9,11 @@ use candle_core::{DType, Device};
 use fs_err as fs;
 
 use super::RunError;
-use crate::chat::ChatTemplate;
+use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::config::{self, RunConfig};
 use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat};
 use crate::engine::{LoadedModel, Tokenizer};
+use crate::openai::ServedModel;
 use crate::trainer::Place;
 
 /// A model, its tokenizer and its chat template.
@@ -149,6 +150,19 @@ impl Policy {
     #[must_use]
     pub fn knows_tools(&self) -> bool {
         self.template_source.contains("tools")
+    }
+
+    /// Returns what is told of it where it is served under `name`.
+    #[must_use]
+    pub fn served(&self, name: &str, tool_call_format: Option<ToolCallFormat>) -> ServedModel {
+        ServedModel {
+            name: name.to_owned(),
+            tokenizer: self.tokenizer.clone(),
+            template: self.template.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
+            tool_call_format: tool_call_format
+                .unwrap_or_else(|| ToolCallFormat::detect(self.template.source())),
+        }
     }
 
     /// Writes the tokenizer and the chat template into a folder that has the weights.

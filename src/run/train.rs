@@ -677,7 +677,7 @@ fn end(run: &mut Run<'_>, step: usize, anomaly: &Anomaly) -> Result<RunError, Ru
 
 /// Returns what is known of a step before its update.
 fn observed(groups: &[RolloutGroup], is_flat: bool, metrics: &EpisodeMetrics) -> Observed {
-    let episodes = || groups.iter().flat_map(|group| &group.trajectories);
+    let episodes = || groups.iter().flat_map(RolloutGroup::episodes);
     let rewards: Vec<f64> = episodes().filter_map(|episode| episode.reward).collect();
     let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
     Observed {

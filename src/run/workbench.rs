@@ -54,6 +54,8 @@ impl Setting {
     fn new(config: &RunConfig, knows_tools: bool, offers_tools: bool) -> Self {
         let system_prompt = match &config.rollout.system_prompt {
             Some(prompt) => Some(prompt.clone()),
+            // An agent has its own.
+            None if config.rollout.agent.is_some() => None,
             None if knows_tools && offers_tools => None,
             None => Some(CODE_BLOCK_PROMPT.to_owned()),
         };

@@ -28,7 +28,17 @@ const LAYERS: &[(&str, &[&str])] = &[
     ),
     (
         "rollout",
-        &["causes", "chat", "engine", "env", "task", "trajectory"],
+        &[
+            "causes",
+            "chat",
+            "engine",
+            "env",
+            "http",
+            "openai",
+            "proxy",
+            "task",
+            "trajectory",
+        ],
     ),
     (
         "trainer",
@@ -36,7 +46,16 @@ const LAYERS: &[(&str, &[&str])] = &[
     ),
     (
         "eval",
-        &["chat", "lines", "proxy", "rollout", "task", "trajectory"],
+        &[
+            "chat",
+            "env",
+            "http",
+            "lines",
+            "proxy",
+            "rollout",
+            "task",
+            "trajectory",
+        ],
     ),
     ("config", &["chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),

@@ -1,5 +1,6 @@
 //! Integration tests: one binary.
 
+mod agent;
 mod chat;
 mod cli;
 mod config;

@@ -27,6 +27,7 @@ const SOURCES: [&str; 3] = [
 #[derive(Debug, Default)]
 struct Item {
     is_enum: bool,
+    documentation: String,
     renames: String,
     /// (name, type, documentation) of fields or variants.
     members: Vec<(String, String, String)>,
@@ -59,11 +60,11 @@ fn items(source: &str) -> BTreeMap<String, Item> {
         } else if let Some(name) = begins("pub struct ").or_else(|| begins("pub enum ")) {
             let item = Item {
                 is_enum: text.starts_with("pub enum"),
+                documentation: std::mem::take(&mut documentation).trim().to_owned(),
                 renames: std::mem::take(&mut renames),
                 members: Vec::new(),
             };
             open = Some((name, item));
-            documentation.clear();
         } else if text == "}" {
             items.extend(open.take());
             documentation.clear();
@@ -139,26 +140,46 @@ fn page() -> String {
         writeln!(page, "| `{name}` | {} |", plain(documentation)).expect("a string takes all");
     }
     for (section, kind, documentation) in sections {
-        let introduction = plain(documentation);
-        write!(
-            page,
-            "\n## `[{section}]`\n\n{introduction}\n\n| key | |\n|---|---|\n"
-        )
-        .expect("a string takes all");
-        for (name, kind, documentation) in &known[kind].members {
-            write!(page, "| `{name}` | {}", plain(documentation)).expect("a string takes all");
-            let inner = kind.trim_start_matches("Option<").trim_end_matches('>');
-            if let Some(choice) = known.get(inner).filter(|item| item.is_enum) {
+        write_section(&mut page, &known, &section, kind, documentation);
+    }
+    page
+}
+
+/// Writes a section's keys, and then the sections in it.
+fn write_section(
+    page: &mut String,
+    known: &BTreeMap<String, Item>,
+    section: &str,
+    kind: &str,
+    documentation: &str,
+) {
+    let introduction = plain(documentation);
+    write!(
+        page,
+        "\n## `[{section}]`\n\n{introduction}\n\n| key | |\n|---|---|\n"
+    )
+    .expect("a string takes all");
+    let mut inner_sections = Vec::new();
+    for (name, kind, documentation) in &known[kind].members {
+        write!(page, "| `{name}` | {}", plain(documentation)).expect("a string takes all");
+        let inner = kind.trim_start_matches("Option<").trim_end_matches('>');
+        match known.get(inner) {
+            Some(choice) if choice.is_enum => {
                 for (variant, _, documentation) in &choice.members {
                     let value = value_name(variant, &choice.renames);
                     write!(page, "<br>`{value}`: {}", plain(documentation))
                         .expect("a string takes all");
                 }
             }
-            page.push_str(" |\n");
+            Some(section) => inner_sections.push((name, inner, &section.documentation)),
+            None => {}
         }
+        page.push_str(" |\n");
     }
-    page
+    for (name, kind, documentation) in inner_sections {
+        let section = format!("{section}.{name}");
+        write_section(page, known, &section, kind, documentation);
+    }
 }
 
 #[test]

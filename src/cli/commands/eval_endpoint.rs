@@ -1,5 +1,6 @@
 //! `wardian eval --endpoint`: the model is elsewhere, tasks, tools and graders are here.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -183,7 +184,7 @@ pub(super) fn measure(
         "tasks": config.task.eval_path.as_ref().unwrap_or(&config.task.path),
         "seed": config.seed,
         "temperature": endpoint.temperature,
-        "max_new_tokens": endpoint.max_new_tokens,
+        "max_new_tokens": config.rollout.max_new_tokens,
         "max_total_tokens": endpoint.max_total_tokens,
         "max_turns": config.rollout.max_turns,
         "system_prompt": config.rollout.system_prompt,
@@ -244,7 +245,12 @@ pub(super) fn measure(
     for record in &records {
         usage.add(record.usage);
     }
-    let scores = TaskScore::count(records.iter().map(|record| &record.trajectory));
+    let mut scores = TaskScore::count(records.iter().map(|record| &record.trajectory));
+    // They came in the order of their ends.
+    let places: HashMap<&str, usize> = (tasks.tasks().iter().enumerate())
+        .map(|(place, task)| (task.id.as_str(), place))
+        .collect();
+    scores.sort_by_key(|score| places.get(score.task_id.as_str()).copied());
     let report = EvalReport::new(scores, &config.eval.k, config.seed);
     if report.samples == 0 {
         return Err(Failure::internal(RunError::NothingScored {

@@ -82,15 +82,7 @@ impl EngineArgs {
             engine.max_context(),
             engine.config().max_cache_tokens,
         );
-        let model = ServedModel {
-            name: name.unwrap_or(&loaded.name).to_owned(),
-            tokenizer: policy.tokenizer.clone(),
-            template: policy.template.clone(),
-            stop_token_ids: policy.stop_token_ids.clone(),
-            tool_call_format: self
-                .tool_call_format
-                .unwrap_or_else(|| ToolCallFormat::detect(policy.template.source())),
-        };
+        let model = policy.served(name.unwrap_or(&loaded.name), self.tool_call_format);
         let (engine, thread) =
             EngineHandle::start(engine, self.max_requests).map_err(Failure::internal)?;
         Ok(Served {

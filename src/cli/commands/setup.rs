@@ -153,7 +153,13 @@ fn name_from_anywhere(config: &mut RunConfig) {
     let paths = std::iter::once(&mut config.model.path)
         .chain(&mut config.model.adapter)
         .chain(tasks);
-    for path in paths.filter(|path| !path.is_empty()) {
+    // An agent runs in a folder of its own. Its program is found in `PATH` unless it is a path.
+    let command = config.rollout.agent.iter_mut();
+    let command = command.flat_map(|agent| &mut agent.command).enumerate();
+    let arguments = command
+        .filter(|(place, argument)| *place > 0 || argument.contains('/'))
+        .map(|(_, argument)| argument);
+    for path in paths.chain(arguments).filter(|path| !path.is_empty()) {
         let absolute = std::path::absolute(&*path)
             .ok()
             .filter(|path| path.exists());
@@ -161,9 +167,11 @@ fn name_from_anywhere(config: &mut RunConfig) {
             *path = absolute.to_owned();
         }
     }
-    for wheel in &mut config.sandbox.wheels {
-        if let Ok(absolute) = std::path::absolute(&*wheel) {
-            *wheel = absolute;
+    let mounts = config.rollout.agent.iter_mut();
+    let mounts = mounts.flat_map(|agent| &mut agent.mounts);
+    for path in config.sandbox.wheels.iter_mut().chain(mounts) {
+        if let Ok(absolute) = std::path::absolute(&*path) {
+            *path = absolute;
         }
     }
 }
@@ -196,9 +204,6 @@ pub(super) fn resolve_for_endpoint(args: &ConfigArgs) -> Result<Resolved, Failur
     let mut args = args.clone();
     // Some model must be named; none is loaded.
     args.model = Some(STARTER.to_owned());
-    if args.tasks.is_none() && args.config.is_none() {
-        args.tasks = Some(STARTER.to_owned());
-    }
     resolve_for_eval(&args)
 }
 

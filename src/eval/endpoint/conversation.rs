@@ -11,6 +11,13 @@ use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec};
 use crate::proxy::{Completion, Ending, ProxyError};
 use crate::rollout::Episode;
 
+/// How the turns of one episode are sampled.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TurnSampling {
+    pub(super) max_new_tokens: usize,
+    pub(super) seed: u64,
+}
+
 /// How an episode ended.
 pub(super) enum Ended {
     /// It has a score, or the grader failed.
@@ -22,16 +29,16 @@ pub(super) enum Ended {
 }
 
 /// Plays an episode to its end.
-pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, seed: u64) -> Ended {
+pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampling) -> Ended {
     let config = asker.config;
     let mut usage = EndpointUsage::default();
     let mut conversation: Vec<Value> = episode.messages().iter().map(spoken).collect();
-    let tools: &[ToolSpec] = match config.use_tools {
-        true => &episode.environment().tools().to_vec(),
-        false => &[],
+    let tools: Vec<ToolSpec> = match config.use_tools {
+        true => episode.environment().tools().to_vec(),
+        false => Vec::new(),
     };
     loop {
-        let body = request(config, &conversation, tools, seed);
+        let body = request(config, &conversation, &tools, sampling);
         let started = Instant::now();
         let completion = match asker.ask(&body, &mut usage.retries) {
             Ok(Some(completion)) => completion,
@@ -84,16 +91,16 @@ fn request(
     config: &EndpointConfig,
     conversation: &[Value],
     tools: &[ToolSpec],
-    seed: u64,
+    sampling: TurnSampling,
 ) -> Map<String, Value> {
     let mut body = Map::new();
     let mut set = |name: &str, value: Value| body.insert(name.to_owned(), value);
     set("messages", Value::from(conversation));
     set("temperature", json!(config.temperature));
-    set("max_tokens", json!(config.max_new_tokens));
+    set("max_tokens", json!(sampling.max_new_tokens));
     if config.temperature > 0.0 {
         // What every server takes as a seed: 31 bits.
-        set("seed", json!(seed >> 33));
+        set("seed", json!(sampling.seed >> 33));
     }
     if !tools.is_empty() {
         set("tools", json!(tools));

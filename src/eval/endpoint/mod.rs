@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
-use self::conversation::{Ended, backoff, play};
+use self::conversation::{Ended, TurnSampling, backoff, play};
 use crate::proxy::{Completion, ProxyError, Upstream, UpstreamConfig};
 use crate::rollout::{CollectionSeed, Episode, GroupRequest, derive_seed};
 
@@ -41,7 +41,7 @@ pub struct EndpointConfig {
     pub upstream: UpstreamConfig,
     /// The temperature of the samples.
     pub temperature: f64,
-    /// Tokens of a turn.
+    /// Tokens of a turn, where a request does not say.
     pub max_new_tokens: usize,
     /// Tokens of an episode, prompt included, before it ends as truncated.
     pub max_total_tokens: usize,
@@ -151,6 +151,10 @@ impl Asker<'_> {
 ///
 /// Fails where the endpoint cannot be asked so, or is down, where results cannot be kept, and if it is
 /// stopped.
+#[expect(
+    clippy::missing_panics_doc,
+    reason = "a lock that no thread panics with"
+)]
 pub fn evaluate_endpoint(
     config: &EndpointConfig,
     requests: Vec<GroupRequest>,
@@ -171,7 +175,17 @@ pub fn evaluate_endpoint(
             // Sampled apart from each other, and alike in every evaluation.
             let base = base.wrapping_add(request.visit);
             let seed = derive_seed(base, "sample", u64::from(sample), &request.task_id);
-            queue.push_back((request.task_id.clone(), group, sample, environment, seed));
+            let sampling = TurnSampling {
+                max_new_tokens: request.max_new_tokens.unwrap_or(config.max_new_tokens),
+                seed,
+            };
+            queue.push_back((
+                request.task_id.clone(),
+                group,
+                sample,
+                environment,
+                sampling,
+            ));
         }
     }
     let mut done = total - queue.len();
@@ -192,11 +206,11 @@ pub fn evaluate_endpoint(
             scope.spawn(move || {
                 while !asker.is_stopped() {
                     let next = queue.lock().expect("no thread panics with it").pop_front();
-                    let Some((task_id, group, sample, environment, seed)) = next else {
+                    let Some((task_id, group, sample, environment, sampling)) = next else {
                         break;
                     };
                     let episode = Episode::start(environment, &task_id, group, sample, 0);
-                    if sender.send(play(asker, episode, seed)).is_err() {
+                    if sender.send(play(asker, episode, sampling)).is_err() {
                         break;
                     }
                 }

@@ -86,6 +86,7 @@ fn requests(tasks: &[&str], samples: usize) -> Vec<GroupRequest> {
     let group = |task_id: &&str| GroupRequest {
         task_id: (*task_id).to_owned(),
         visit: 0,
+        max_new_tokens: None,
         environments: (0..samples).map(|_| door()).collect(),
     };
     tasks.iter().map(group).collect()
@@ -425,7 +426,8 @@ fn an_evaluation_that_was_interrupted_goes_on() {
     drop(results);
     // A line that was not written to its end.
     let text = fs_err::read_to_string(&path).unwrap();
-    fs_err::write(&path, format!("{text}{}", &text[..text.len() / 2])).unwrap();
+    let last = text.lines().next_back().unwrap();
+    fs_err::write(&path, format!("{text}{}", &last[..last.len() / 2])).unwrap();
 
     let mut results = ResultsFile::open(&path, &asked).unwrap();
     evaluate(&config, requests(&["t", "u"], 3), &mut results).unwrap();
@@ -440,7 +442,7 @@ fn an_evaluation_that_was_interrupted_goes_on() {
     let again = ResultsFile::open(&path, &asked).unwrap().into_records();
     assert_eq!(again.len(), 6);
 
-    let mut other = asked.clone();
+    let mut other = asked;
     other["temperature"] = json!(0.5);
     let error = ResultsFile::open(&path, &other).unwrap_err().to_string();
     assert!(

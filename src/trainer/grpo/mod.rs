@@ -5,6 +5,7 @@ mod parts;
 
 use std::sync::Arc;
 
+use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
 use self::before::BeforeStep;
@@ -605,23 +606,42 @@ impl GrpoTrainer {
         Ok(())
     }
 
-    /// Compares each episode's reward, after what is taken off it, with its group's.
+    /// Compares each episode's reward, after what is taken off it, with its group's, and returns the
+    /// advantage of each of its rows.
     fn advantages(
         &self,
         episodes: &[(usize, &Trajectory)],
         sequences: &[TrainSequence],
     ) -> Result<Advantages, TrainerError> {
         let config = &self.config;
+        // An episode may be several rows, as where an agent's history does not only grow; each has its
+        // reward, which counts once.
+        let mut rows_of: IndexMap<(usize, u32), Vec<usize>> = IndexMap::new();
+        for (row, (group, trajectory)) in episodes.iter().enumerate() {
+            let rows = rows_of.entry((*group, trajectory.sample)).or_default();
+            rows.push(row);
+        }
+        let sampled_tokens = |rows: &Vec<usize>| -> usize {
+            let sampled = rows.iter().map(|row| episodes[*row].1.trace.sampled_len());
+            sampled.sum()
+        };
         // What is taken off the reward: a weight, and a value for each episode.
         let mut penalties: Vec<(f64, Vec<f64>)> = Vec::new();
         if let Some(overlong) = config.overlong {
-            let values = (episodes.iter())
-                .map(|(_, trajectory)| overlong.unweighted(trajectory.trace.sampled_len()));
+            let values = rows_of
+                .values()
+                .map(|rows| overlong.unweighted(sampled_tokens(rows)));
             penalties.push((overlong.weight, values.collect()));
         }
         if config.reward_kl_coef != 0.0 {
-            let values = sequences.iter().map(|sequence| -sequence.divergence());
-            penalties.push((config.reward_kl_coef, values.collect()));
+            let divergence = |rows: &Vec<usize>| -> f64 {
+                let divergences = rows.iter().map(|row| sequences[*row].divergence());
+                -divergences.sum::<f64>()
+            };
+            penalties.push((
+                config.reward_kl_coef,
+                rows_of.values().map(divergence).collect(),
+            ));
         }
         let taken_off = |index: usize| -> f64 {
             let penalties = penalties.iter();
@@ -629,33 +649,44 @@ impl GrpoTrainer {
                 .map(|(weight, values)| weight * values[index])
                 .sum()
         };
-        let members: Vec<GroupMember<usize>> = (episodes.iter().enumerate())
-            .map(|(index, (group, trajectory))| GroupMember {
-                group: *group,
-                reward: (trajectory.reward).map(|reward| reward + taken_off(index)),
-                sampled_tokens: trajectory.trace.sampled_len(),
-                loss_tokens: if self.is_masked(trajectory) {
-                    0
-                } else {
-                    trajectory.trace.sampled_len()
-                },
+        let members: Vec<GroupMember<usize>> = (rows_of.iter().enumerate())
+            .map(|(index, ((group, _), rows))| {
+                let in_loss = rows.iter().filter(|row| !self.is_masked(episodes[**row].1));
+                GroupMember {
+                    group: *group,
+                    reward: (episodes[rows[0]].1.reward).map(|reward| reward + taken_off(index)),
+                    sampled_tokens: sampled_tokens(rows),
+                    loss_tokens: in_loss
+                        .map(|row| episodes[*row].1.trace.sampled_len())
+                        .sum(),
+                }
             })
             .collect();
-        let Some(weights) = &config.decoupled else {
-            return group_advantages(&members, config.advantage);
+        let mut advantages = match &config.decoupled {
+            None => group_advantages(&members, config.advantage)?,
+            Some(weights) => {
+                let value = |rows: &Vec<usize>, name: &str| {
+                    let rewards = &episodes[rows[0]].1.rewards;
+                    rewards.get(name).copied().unwrap_or(0.0)
+                };
+                let part = |(name, weight): &(String, f64)| {
+                    let values = rows_of.values().map(|rows| value(rows, name));
+                    (*weight, values.collect())
+                };
+                // Each penalty is a part of its own: in one sum, the larger would drown the other.
+                let parts: Vec<(f64, Vec<f64>)> =
+                    weights.iter().map(part).chain(penalties).collect();
+                decoupled_advantages(&members, &parts, config.advantage)?
+            }
         };
-        let value = |trajectory: &Trajectory, name: &str| {
-            trajectory.rewards.get(name).copied().unwrap_or(0.0)
-        };
-        let part = |(name, weight): &(String, f64)| {
-            let values = episodes
-                .iter()
-                .map(|(_, trajectory)| value(trajectory, name));
-            (*weight, values.collect())
-        };
-        // Each penalty is a part of its own: in one sum, the larger would drown the other.
-        let parts: Vec<(f64, Vec<f64>)> = weights.iter().map(part).chain(penalties).collect();
-        decoupled_advantages(&members, &parts, config.advantage)
+        let mut values = vec![None; episodes.len()];
+        for (rows, advantage) in rows_of.values().zip(&advantages.values) {
+            for row in rows {
+                values[*row] = *advantage;
+            }
+        }
+        advantages.values = values;
+        Ok(advantages)
     }
 
     /// Packs this process's share of the sequences that learn, given with their groups, and scores them

@@ -1,5 +1,4 @@
 use candle_core::{DType, Device};
-use indexmap::IndexMap;
 
 use super::super::loss::{CorrectionLevel, OutOfBounds, SamplerCorrection};
 use super::*;

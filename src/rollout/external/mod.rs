@@ -1,0 +1,452 @@
+//! Episodes of agents that are programs of their own: each is given a task and the address of a proxy in
+//! front of the engine, and what it leaves as its answer is graded. What the model sampled for it is
+//! captured there, and is learned from.
+
+mod program;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::OpenOptions;
+use std::io::Read as _;
+use std::net::SocketAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use fs_err as fs;
+use indexmap::IndexMap;
+use serde_json::json;
+use tokio::sync::oneshot;
+
+use self::program::{Ended, Program};
+use super::{
+    CollectionSeed, CollectorStats, GroupRequest, RolloutError, RolloutGroup, derive_seed,
+};
+use crate::causes::with_causes;
+use crate::chat::{Message, Role};
+use crate::engine::{Engine, EngineHandle};
+use crate::env::{Environment, EpisodeStatus, StepResult};
+use crate::http;
+use crate::openai::ServedModel;
+use crate::proxy::{
+    Backend, CallGraph, Capture, ProxyConfig, RowLabels, TrainingSession, trajectories,
+};
+use crate::trajectory::{Status, TokenTrace, Trajectory, Usage};
+
+pub use self::program::Isolation;
+
+/// Where an agent leaves its answer, in its folder.
+const ANSWER: &str = "answer";
+/// The largest answer that is read.
+const MAX_ANSWER: u64 = 4 << 20;
+/// How long the proxy's answers may take once all agents have ended.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Which program acts, and within which bounds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AgentConfig {
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Variables that it is given, besides those of its task.
+    pub variables: BTreeMap<String, String>,
+    /// What keeps it from the rest of the machine.
+    pub isolation: Isolation,
+    /// Paths that a sandbox shows it, to read, besides the system's.
+    pub mounts: Vec<PathBuf>,
+    /// Programs at a time.
+    pub concurrency: usize,
+    /// The longest that an episode may take; what is there then is graded.
+    pub timeout: Duration,
+    /// Calls of the model in an episode; the next one is answered with a stop. 0 is no limit.
+    pub max_model_calls: u64,
+    /// The temperature of all calls.
+    pub temperature: f64,
+}
+
+/// Runs the episodes of agents.
+#[derive(Debug)]
+pub struct AgentCollector<'a> {
+    config: &'a AgentConfig,
+    model: ServedModel,
+    stop: &'a AtomicBool,
+}
+
+/// One episode to play.
+struct Request {
+    group: usize,
+    task_id: String,
+    sample: u32,
+    environment: Box<dyn Environment>,
+    seed: u64,
+}
+
+impl<'a> AgentCollector<'a> {
+    /// Returns a collector whose agents find `model`; once `stop` is true, collections end with
+    /// [`RolloutError::Stopped`].
+    #[must_use]
+    pub fn new(config: &'a AgentConfig, model: ServedModel, stop: &'a AtomicBool) -> Self {
+        Self {
+            config,
+            model,
+            stop,
+        }
+    }
+
+    /// Plays all episodes to their end; `progress` is told how many are done. The engine is the
+    /// collection's own: it ends with it.
+    ///
+    /// An episode may give several rows, which are of one sample: where its agent's history does not only
+    /// grow, or where it has others work for it. An agent that ends without a call of the model has
+    /// failed by what it is, not by what the policy did, and has no reward.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it is stopped, and where the agent cannot be started at all.
+    #[expect(
+        clippy::missing_panics_doc,
+        reason = "a lock that no thread panics with"
+    )]
+    pub fn collect(
+        &self,
+        engine: Engine,
+        requests: Vec<GroupRequest>,
+        seed: CollectionSeed<'_>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<(Vec<RolloutGroup>, CollectorStats), RolloutError> {
+        check_program(self.config)?;
+        let started = Instant::now();
+        let mut groups: Vec<RolloutGroup> = requests
+            .iter()
+            .map(|request| RolloutGroup {
+                task_id: request.task_id.clone(),
+                trajectories: Vec::new(),
+            })
+            .collect();
+        let queue = Mutex::new(episodes(requests, seed));
+        let served = Served::start(engine, self.model.clone())?;
+        let (sender, receiver) = mpsc::channel();
+        std::thread::scope(|scope| {
+            for _ in 0..self.config.concurrency.max(1) {
+                let (sender, queue, served) = (sender.clone(), &queue, &served);
+                scope.spawn(move || {
+                    while !self.stop.load(Ordering::Relaxed) {
+                        let next = queue.lock().expect("no thread panics with it").pop_front();
+                        let Some(request) = next else { break };
+                        let group = request.group;
+                        let rows = self.play(served, request, seed);
+                        if sender.send((group, rows)).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+            drop(sender);
+            for (done, (group, rows)) in receiver.into_iter().enumerate() {
+                groups[group].trajectories.extend(rows);
+                progress(done + 1);
+            }
+        });
+        drop(served);
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(RolloutError::Stopped);
+        }
+        for group in &mut groups {
+            // Rows of one sample stay in the order of their calls.
+            group
+                .trajectories
+                .sort_by_key(|trajectory| trajectory.sample);
+        }
+        let rows = groups.iter().flat_map(|group| &group.trajectories);
+        let sampled = rows.map(|row| row.trace.sampled_len() as u64).sum();
+        let stats = CollectorStats {
+            sampled_tokens: sampled,
+            seconds: started.elapsed().as_secs_f64(),
+        };
+        Ok((groups, stats))
+    }
+
+    /// Plays one episode and returns its rows.
+    fn play(&self, served: &Served, request: Request, seed: CollectionSeed<'_>) -> Vec<Trajectory> {
+        let Request {
+            group,
+            task_id,
+            sample,
+            mut environment,
+            seed: session_seed,
+        } = request;
+        let labels = RowLabels {
+            task_id,
+            group: group as u64,
+            sample,
+            policy_step: seed.step,
+            reward: None,
+        };
+        let messages = environment.reset();
+        // Nobody can guess it, so no agent speaks for another.
+        let key = http::uuid4();
+        let session = TrainingSession {
+            temperature: self.config.temperature,
+            max_model_calls: self.config.max_model_calls,
+            seed: session_seed,
+        };
+        let capture = served.capture();
+        let played = (capture.open(&key, session))
+            .map_err(std::io::Error::other)
+            .and_then(|()| self.run(served.address, &key, &labels.task_id, &messages));
+        let graph = capture.close(&key).unwrap_or_default();
+        let (ended, answer) = match played {
+            Ok(played) => played,
+            Err(error) => return vec![failed(&labels, messages, with_causes(&error))],
+        };
+        if graph.calls().next().is_none() {
+            let reason = format!("the agent did not call the model: {}", ended.describe());
+            return vec![failed(&labels, messages, reason)];
+        }
+        let result = match answer {
+            Some(answer) => environment.submit(&answer),
+            None => environment.close(None),
+        };
+        let stats = environment.stats();
+        let mut rows = rows(&graph, &labels, messages);
+        for row in &mut rows {
+            score(row, &result);
+            row.usage.grade_seconds = stats.grade_seconds;
+            row.usage.fuel = stats.fuel;
+        }
+        rows
+    }
+
+    /// Runs the agent and returns how it ended and its answer, if it gave one.
+    fn run(
+        &self,
+        address: SocketAddr,
+        key: &str,
+        task_id: &str,
+        messages: &[Message],
+    ) -> std::io::Result<(Ended, Option<String>)> {
+        let folder = tempfile::tempdir()?;
+        let instruction = messages
+            .iter()
+            .filter(|message| message.role == Role::User)
+            .map(|message| message.content.as_str())
+            .collect::<Vec<_>>()
+            .join("\n\n");
+        let task = json!({"task_id": task_id, "instruction": instruction, "messages": messages});
+        fs::write(folder.path().join("task.json"), task.to_string())?;
+        let program = Program {
+            command: &self.config.command,
+            isolation: self.config.isolation,
+            mounts: &self.config.mounts,
+            folder: folder.path(),
+            timeout: self.config.timeout,
+        };
+        let seen = |name: &str| {
+            program
+                .seen_folder()
+                .join(name)
+                .to_string_lossy()
+                .into_owned()
+        };
+        let mut variables = self.config.variables.clone();
+        variables.extend(
+            [
+                ("OPENAI_BASE_URL", format!("http://{address}/v1")),
+                ("OPENAI_API_KEY", key.to_owned()),
+                ("ANTHROPIC_BASE_URL", format!("http://{address}")),
+                ("ANTHROPIC_API_KEY", key.to_owned()),
+                ("WARDIAN_MODEL", self.model.name.clone()),
+                ("WARDIAN_TASK", seen("task.json")),
+                ("WARDIAN_INSTRUCTION", instruction),
+                ("WARDIAN_ANSWER", seen(ANSWER)),
+            ]
+            .map(|(name, value)| (name.to_owned(), value)),
+        );
+        let ended = program.run(&variables, self.stop)?;
+        tracing::debug!(
+            task = task_id,
+            ended = ended.describe(),
+            stdout = %String::from_utf8_lossy(&ended.stdout),
+            "an agent ended"
+        );
+        let answer = read_answer(&folder.path().join(ANSWER))?;
+        Ok((ended, answer))
+    }
+}
+
+/// Checks that what is started is there: the agent, or what it is started in.
+fn check_program(config: &AgentConfig) -> Result<(), RolloutError> {
+    let (program, remedy) = match config.isolation {
+        Isolation::Bubblewrap => (
+            "bwrap",
+            "install bubblewrap, or let agents do what this user may: `isolation = \"none\"`",
+        ),
+        Isolation::None => (
+            config.command.first().map_or("", String::as_str),
+            "correct `command`, or install it",
+        ),
+    };
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut folders = std::env::split_paths(&path);
+    let is_there = match program.contains('/') {
+        true => Path::new(program).is_file(),
+        false => !program.is_empty() && folders.any(|folder| folder.join(program).is_file()),
+    };
+    match is_there {
+        true => Ok(()),
+        false => Err(RolloutError::AgentNotFound {
+            program: program.to_owned(),
+            remedy,
+        }),
+    }
+}
+
+/// Returns the episodes of all groups, in their order.
+fn episodes(requests: Vec<GroupRequest>, seed: CollectionSeed<'_>) -> VecDeque<Request> {
+    let mut episodes = VecDeque::new();
+    for (group, request) in requests.into_iter().enumerate() {
+        let of_task = seed.of_task(seed.purpose, &request.task_id);
+        let of_task = of_task.wrapping_add(request.visit);
+        for (sample, environment) in (0_u32..).zip(request.environments) {
+            episodes.push_back(Request {
+                group,
+                task_id: request.task_id.clone(),
+                sample,
+                environment,
+                seed: derive_seed(of_task, "agent", u64::from(sample), ""),
+            });
+        }
+    }
+    episodes
+}
+
+/// Reads what an agent left; what is no file of its own is not followed, wherever it leads.
+fn read_answer(path: &Path) -> std::io::Result<Option<String>> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
+    let Ok(file) = file else { return Ok(None) };
+    if !file.metadata()?.is_file() {
+        return Ok(None);
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_ANSWER).read_to_end(&mut bytes)?;
+    Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+/// Returns an episode's rows; one without tokens where nothing of it can be learned from.
+fn rows(graph: &CallGraph, labels: &RowLabels, messages: Vec<Message>) -> Vec<Trajectory> {
+    let rows = trajectories(graph, labels);
+    match rows.is_empty() {
+        true => vec![untraced(labels, messages)],
+        false => rows,
+    }
+}
+
+fn untraced(labels: &RowLabels, messages: Vec<Message>) -> Trajectory {
+    Trajectory {
+        task_id: labels.task_id.clone(),
+        group: labels.group,
+        sample: labels.sample,
+        policy_step: labels.policy_step,
+        segments: Vec::new(),
+        messages,
+        turns: Vec::new(),
+        trace: TokenTrace::new(),
+        reward: None,
+        rewards: IndexMap::new(),
+        passed: None,
+        status: Status::Finished,
+        usage: Usage::default(),
+    }
+}
+
+/// Returns an episode that we failed.
+fn failed(labels: &RowLabels, messages: Vec<Message>, reason: String) -> Trajectory {
+    tracing::warn!(task = %labels.task_id, reason, "an episode failed");
+    Trajectory {
+        status: Status::Failed { reason },
+        ..untraced(labels, messages)
+    }
+}
+
+/// Gives a row the score of its episode.
+fn score(row: &mut Trajectory, result: &StepResult) {
+    row.reward = result.reward;
+    row.rewards.clone_from(&result.rewards);
+    row.passed = match result.status {
+        Some(EpisodeStatus::InfraError) => None,
+        status => Some(status == Some(EpisodeStatus::Passed)),
+    };
+    row.status = match &row.status {
+        _ if row.passed.is_none() => Status::Failed {
+            reason: (result.fault.clone()).unwrap_or_else(|| "the grader failed".to_owned()),
+        },
+        Status::Truncated => Status::Truncated,
+        _ => Status::Finished,
+    };
+}
+
+/// The engine behind a proxy on a port of its own, for as long as this lives.
+struct Served {
+    address: SocketAddr,
+    /// Taken when it ends.
+    capture: Option<Capture>,
+    stop: Option<oneshot::Sender<()>>,
+    /// The proxy's thread, then the engine's.
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Served {
+    fn start(engine: Engine, model: ServedModel) -> Result<Self, RolloutError> {
+        let (engine, engine_thread) = EngineHandle::start(engine, usize::MAX)?;
+        let capture = Capture::new(Backend::Engine { engine, model }, ProxyConfig::default());
+        let router = capture.router();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?;
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0"))?;
+        let address = listener.local_addr()?;
+        let (stop, stopped) = oneshot::channel::<()>();
+        let proxy_thread = std::thread::Builder::new()
+            .name("capture".to_owned())
+            .spawn(move || {
+                let stopped = async {
+                    let _ = stopped.await;
+                };
+                runtime.block_on(http::serve(listener, router, stopped, GRACE));
+                // Calls that nobody waits for any more are not waited for either.
+                runtime.shutdown_background();
+            })?;
+        Ok(Self {
+            address,
+            capture: Some(capture),
+            stop: Some(stop),
+            threads: vec![proxy_thread, engine_thread],
+        })
+    }
+}
+
+impl Served {
+    fn capture(&self) -> &Capture {
+        self.capture
+            .as_ref()
+            .expect("it is taken when this is dropped")
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        // The engine's thread ends once nobody can ask it.
+        drop(self.capture.take());
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
