@@ -78,7 +78,7 @@ pub enum RunError {
         /// The environment.
         name: String,
         /// Why.
-        source: Box<RunError>,
+        source: Box<Self>,
     },
     /// The model has no chat template, so it cannot hold a conversation.
     #[error(

@@ -97,7 +97,7 @@ pub enum TrainerError {
         /// Tokens of the pass.
         tokens: usize,
         /// What the device said.
-        source: Box<TrainerError>,
+        source: Box<Self>,
     },
 
     // === Checkpoints ===
