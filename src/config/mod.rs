@@ -637,7 +637,12 @@ pub struct TrainerConfig {
     pub lora_rank: usize,
     /// LoRA's scale: the update is multiplied by `lora_alpha / lora_rank`; 32 unless given.
     pub lora_alpha: f64,
-    /// The projections that get LoRA matrices; all linear ones of a block unless given.
+    /// Multiply it by `lora_alpha / sqrt(lora_rank)` instead (rsLoRA, arXiv:2312.03732), so that its size
+    /// does not fall with the rank; false unless given.
+    pub use_rslora: bool,
+    /// The projections that get LoRA matrices, by their names in checkpoints, or `all-linear`; all linear
+    /// ones of a block unless given.
+    #[serde(deserialize_with = "units::one_or_many")]
     pub lora_targets: Vec<String>,
     /// Steps between checkpoints; 10 unless given, 0 for one at the end only. There is always one at
     /// the end.
@@ -704,6 +709,7 @@ impl Default for TrainerConfig {
             memory_budget: None,
             lora_rank: 16,
             lora_alpha: 32.0,
+            use_rslora: false,
             lora_targets: LORA_TARGETS.map(str::to_owned).to_vec(),
             save_every: 10,
             keep_checkpoints: 2,

@@ -1,4 +1,20 @@
-//! Sizes and durations as people write them: `256MiB`, `500ms`.
+//! Sizes, durations and lists as people write them: `256MiB`, `500ms`, one name for a list of one.
+
+use serde::{Deserialize, Deserializer};
+
+/// Reads a name, or a list of them.
+pub(super) fn one_or_many<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a name or a list of names")]
+    enum OneOrMany {
+        One(String),
+        Many(Vec<String>),
+    }
+    Ok(match OneOrMany::deserialize(from)? {
+        OneOrMany::One(name) => vec![name],
+        OneOrMany::Many(names) => names,
+    })
+}
 
 /// Bytes: a number, or a text with a unit; written without loss.
 pub(super) mod byte_size {

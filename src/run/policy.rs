@@ -11,7 +11,9 @@ use fs_err as fs;
 use super::RunError;
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::config::{self, RunConfig};
-use crate::engine::model::{Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat};
+use crate::engine::model::{
+    Decoder, LoraAdapter, LoraConfig, ModelError, Trainable, WeightFormat, named_targets,
+};
 use crate::engine::{LoadedModel, Tokenizer};
 use crate::openai::ServedModel;
 use crate::trainer::Place;
@@ -226,8 +228,8 @@ pub fn trainable(config: &RunConfig) -> Trainable {
         config::TrainMode::Lora => Trainable::Lora(LoraConfig {
             rank: config.trainer.lora_rank,
             alpha: config.trainer.lora_alpha,
-            use_rslora: false,
-            target_modules: config.trainer.lora_targets.clone(),
+            use_rslora: config.trainer.use_rslora,
+            target_modules: named_targets(&config.trainer.lora_targets),
         }),
     }
 }

@@ -282,6 +282,25 @@ fn a_senseless_value_is_named_with_its_remedy(#[case] set: &str, #[case] expecte
 }
 
 #[test]
+fn lora_targets_are_a_name_or_a_list() {
+    let targets = |value: &str| {
+        let config = with(&format!("trainer.lora_targets={value}")).unwrap();
+        // What is written reads back as the same run.
+        let text = config.to_toml().unwrap();
+        assert_eq!(RunConfig::from_toml(&text, &[""; 0]).unwrap(), config);
+        config.trainer.lora_targets
+    };
+    assert_eq!(targets("all-linear"), ["all-linear"]);
+    assert_eq!(targets("['all-linear']"), ["all-linear"]);
+    assert_eq!(targets("['q_proj', 'v_proj']"), ["q_proj", "v_proj"]);
+    let error = message(&with("trainer.lora_targets=3").unwrap_err());
+    assert!(
+        error.contains("expected a name or a list of names"),
+        "{error}"
+    );
+}
+
+#[test]
 fn tokens_that_are_credited_one_by_one_need_no_group() {
     let alone = "rollout.group_size=1";
     with(alone).unwrap_err();

@@ -203,7 +203,7 @@ pub(crate) fn interrupt_at(mut command: Command, out: &Path, rows: usize, signal
         "--set", "trainer.steps=6", "--set", "trainer.save_every=2",
         "--set", "trainer.mode=lora", "--set", "trainer.lora_rank=4",
         "--set", "trainer.dynamic_sampling=true", "--set", "trainer.lr_schedule=cosine",
-        "--set", "task.curriculum=pass_rate",
+        "--set", "task.curriculum=pass_rate", "--set", "trainer.use_rslora=true",
     ],
     "adapter_model.safetensors"
 )]
@@ -388,6 +388,10 @@ fn lora_leaves_an_adapter_that_evaluates() {
             "--set",
             "trainer.lora_rank=4",
             "--set",
+            "trainer.use_rslora=true",
+            "--set",
+            "trainer.lora_targets=all-linear",
+            "--set",
             "trainer.steps=2",
         ],
     );
@@ -395,6 +399,12 @@ fn lora_leaves_an_adapter_that_evaluates() {
     assert_eq!(
         (&adapter["r"], &adapter["peft_type"]),
         (&4.into(), &"LORA".into())
+    );
+    assert_eq!(adapter["use_rslora"], true);
+    // By their own names: in a list, PEFT knows no `all-linear`.
+    assert_eq!(
+        adapter["target_modules"].as_array().expect("a list").len(),
+        7
     );
     assert!(run.join("final/adapter_model.safetensors").is_file());
     let adapter = run.join("final");

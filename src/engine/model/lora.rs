@@ -23,6 +23,9 @@ pub const LINEAR_MODULES: [&str; 7] = [
     "down_proj",
 ];
 
+/// PEFT's name for all of them.
+const ALL_LINEAR: &str = "all-linear";
+
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
@@ -46,14 +49,23 @@ pub struct LoraConfig {
 
 impl Default for LoraConfig {
     fn default() -> Self {
-        let target_modules = LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect();
         Self {
             rank: 16,
             alpha: 32.0,
             use_rslora: false,
-            target_modules,
+            target_modules: named_targets(&[ALL_LINEAR]),
         }
     }
+}
+
+/// Returns the linear layers that these names stand for: themselves, or all where PEFT's `all-linear` is
+/// among them.
+pub fn named_targets<S: AsRef<str>>(names: &[S]) -> Vec<String> {
+    let mut all = names.iter().map(AsRef::as_ref);
+    if all.any(|name| name.eq_ignore_ascii_case(ALL_LINEAR)) {
+        return LINEAR_MODULES.map(str::to_owned).to_vec();
+    }
+    names.iter().map(|name| name.as_ref().to_owned()).collect()
 }
 
 impl LoraConfig {
@@ -337,9 +349,7 @@ impl RawAdapterConfig {
             _ => {}
         }
         let target_modules = match self.target_modules {
-            OneOrMany::One(name) if name == "all-linear" => {
-                LINEAR_MODULES.iter().map(|&name| name.to_owned()).collect()
-            }
+            OneOrMany::One(name) if name.eq_ignore_ascii_case(ALL_LINEAR) => named_targets(&[name]),
             // A regular expression. Which layers it meant, their tensors say.
             OneOrMany::One(_) => paths.iter().map(|&path| path.to_owned()).collect(),
             OneOrMany::Many(names) => names,
@@ -378,6 +388,28 @@ impl RawAdapterConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_linear_layers_have_one_name() {
+        let all = named_targets(&LINEAR_MODULES);
+        assert_eq!(named_targets(&["All-Linear"]), all);
+        assert_eq!(named_targets(&["q_proj", "all-linear"]), all);
+        assert_eq!(named_targets(&["q_proj"]), ["q_proj"]);
+    }
+
+    #[test]
+    fn the_scale_falls_with_the_rank_or_its_root() {
+        let scale = |use_rslora| {
+            let config = LoraConfig {
+                rank: 64,
+                alpha: 16.0,
+                use_rslora,
+                ..LoraConfig::default()
+            };
+            config.scale()
+        };
+        assert_eq!((scale(false), scale(true)), (0.25, 2.0));
+    }
 
     #[test]
     fn an_unknown_target_is_named() {

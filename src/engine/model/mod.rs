@@ -49,7 +49,7 @@ pub use error::ModelError;
 pub(crate) use gradients::GradientReal;
 pub use gradients::{FlatGradient, Gradients};
 pub(crate) use linear::is_redundant;
-pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig};
+pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig, named_targets};
 pub use ops::WeightFormat;
 pub use packed::PackedBatch;
 pub use rope_scaling::RopeScaling;
