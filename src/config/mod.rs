@@ -644,6 +644,13 @@ pub struct TrainerConfig {
     /// ones of a block unless given.
     #[serde(deserialize_with = "units::one_or_many")]
     pub lora_targets: Vec<String>,
+    /// Modules that are trained in full beside the LoRA matrices and saved with them, `lm_head` or
+    /// `embed_tokens` or both; none unless given. The base's stay as the reference.
+    #[serde(deserialize_with = "units::one_or_many")]
+    pub modules_to_save: Vec<String>,
+    /// Train head and embedding as one in `modules_to_save` where the model has one matrix for both; false
+    /// unless given, as in PEFT: they part ways.
+    pub ensure_weight_tying: bool,
     /// Steps between checkpoints; 10 unless given, 0 for one at the end only. There is always one at
     /// the end.
     pub save_every: u64,
@@ -711,6 +718,8 @@ impl Default for TrainerConfig {
             lora_alpha: 32.0,
             use_rslora: false,
             lora_targets: LORA_TARGETS.map(str::to_owned).to_vec(),
+            modules_to_save: Vec::new(),
+            ensure_weight_tying: false,
             save_every: 10,
             keep_checkpoints: 2,
             shuffle_rewards: false,

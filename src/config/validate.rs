@@ -17,6 +17,9 @@ const MEMORY: (ByteSize, ByteSize) = (ByteSize::mib(64), ByteSize::gib(4));
 /// The science runtime needs 120 MiB for itself.
 const SCIENCE_MEMORY: ByteSize = ByteSize::mib(160);
 
+/// The modules that can be trained in full beside an adapter.
+const SAVED_MODULES: [&str; 3] = ["lm_head", "embed_tokens", "model.embed_tokens"];
+
 /// Longer than any scoring, short enough that a lost call does not look like a hung run.
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
 
@@ -423,6 +426,20 @@ impl RunConfig {
             "trainer.lora_targets",
             "[]",
             "name a projection such as `q_proj`, or set `trainer.mode = \"full\"`",
+        );
+        for name in &trainer.modules_to_save {
+            issues.require(
+                SAVED_MODULES.contains(&name.as_str()),
+                "trainer.modules_to_save",
+                name,
+                "name `lm_head`, `embed_tokens` or both; for other modules set `trainer.mode = \"full\"`",
+            );
+        }
+        issues.require(
+            !trainer.ensure_weight_tying || !trainer.modules_to_save.is_empty(),
+            "trainer.ensure_weight_tying",
+            trainer.ensure_weight_tying,
+            "name `lm_head` or `embed_tokens` in `trainer.modules_to_save`, or leave it out",
         );
         issues.require(
             trainer.keep_checkpoints >= 1,

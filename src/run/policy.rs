@@ -230,6 +230,8 @@ pub fn trainable(config: &RunConfig) -> Trainable {
             alpha: config.trainer.lora_alpha,
             use_rslora: config.trainer.use_rslora,
             target_modules: named_targets(&config.trainer.lora_targets),
+            modules_to_save: config.trainer.modules_to_save.clone(),
+            ensure_weight_tying: config.trainer.ensure_weight_tying,
         }),
     }
 }

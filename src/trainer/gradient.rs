@@ -38,7 +38,7 @@ pub fn score_micro_batch(
     temperature: f64,
 ) -> Result<Scores, TrainerError> {
     let hidden = decoder.hidden(&micro.batch, adapters)?;
-    score(decoder, &hidden, &micro.targets, temperature)
+    score(decoder, &hidden, &micro.targets, adapters, temperature)
 }
 
 /// Adds the policy loss's gradient over one micro-batch, and returns what to report.
@@ -83,7 +83,8 @@ pub fn accumulate_actor_critic_gradient(
     let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
     // Losses that look at whole sequences need one visit of the head more.
     let known = if loss.needs_sequences() {
-        let scores = score(decoder, &hidden, &micro.targets, pass.temperature)?;
+        let (targets, on) = (&micro.targets, Adapters::On);
+        let scores = score(decoder, &hidden, targets, on, pass.temperature)?;
         Some(sequence_terms(micro, loss, &scores.logprobs))
     } else {
         None

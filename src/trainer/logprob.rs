@@ -12,7 +12,7 @@ use crate::engine::model::ops::{
     self, Matrix, PackedRows, Real, RowStatistics, Term, Values, Write, log_softmax_gradient,
     row_statistics,
 };
-use crate::engine::model::{Decoder, GradientReal, Gradients};
+use crate::engine::model::{Adapters, Decoder, GradientReal, Gradients, Parameter};
 
 /// Logits held at a time: 4 MB of `f32`, about an L2 cache.
 const CHUNK_LOGITS: usize = 1 << 20;
@@ -88,7 +88,7 @@ pub struct Scores {
 }
 
 /// Returns each target's log-probability with logits divided by `temperature`, from hidden states
-/// `[n, hidden]`.
+/// `[n, hidden]` that were computed with or without adapters, as the head then is.
 ///
 /// # Errors
 ///
@@ -98,11 +98,13 @@ pub fn score(
     decoder: &Decoder,
     hidden: &Tensor,
     targets: &Targets,
+    adapters: Adapters,
     temperature: f64,
 ) -> Result<Scores, TrainerError> {
     let inverse = check(decoder, hidden, targets, temperature)?;
     let mut head = Pass {
         decoder,
+        head: decoder.head(adapters),
         targets,
         inverse,
         gradients: None,
@@ -131,6 +133,7 @@ pub fn backward_through_head(
     let inverse = check(decoder, hidden, targets, temperature)?;
     let mut head = Pass {
         decoder,
+        head: decoder.head(Adapters::On),
         targets,
         inverse,
         gradients: Some(gradients),
@@ -187,6 +190,7 @@ impl std::fmt::Debug for HeadLoss<'_> {
 /// One visit to the output head.
 struct Pass<'a> {
     decoder: &'a Decoder,
+    head: &'a Parameter,
     targets: &'a Targets,
     inverse: f64,
     gradients: Option<&'a mut Gradients>,
@@ -216,7 +220,7 @@ impl Pass<'_> {
     ) -> Result<(Scores, Option<Tensor>), TrainerError> {
         let config = self.decoder.config();
         let (vocab, width) = (config.vocab_size, config.hidden_size);
-        let head = self.decoder.head();
+        let head = self.head;
         let weight = head.panels::<T>()?;
         let shape = hidden.shape().clone();
         let hidden = hidden.contiguous()?;
@@ -296,7 +300,7 @@ impl Pass<'_> {
         loss: HeadLoss<'_>,
     ) -> Result<(Scores, Option<Tensor>), TrainerError> {
         let device = self.decoder.device();
-        let head = self.decoder.head();
+        let head = self.head;
         let weight = head.tensor().detach();
         let wide = if weight.dtype() == DType::F64 {
             DType::F64
@@ -318,6 +322,8 @@ impl Pass<'_> {
             let positions = Tensor::new(to_u32(positions), device)?;
             let tokens = Tensor::new(tokens, device)?.unsqueeze(1)?;
             let chosen = hidden.index_select(&positions, 0)?.detach();
+            // A head that is trained beside a narrow base is wide.
+            let chosen = chosen.to_dtype(weight.dtype())?;
             let logits = (chosen.matmul(&weight.t()?)?.to_dtype(wide)? * self.inverse)?;
             let max = logits.max_keepdim(D::Minus1)?;
             let shifted = logits.broadcast_sub(&max)?;
@@ -351,7 +357,8 @@ impl Pass<'_> {
                 if let Some(slot) = head.slot() {
                     gradients.add_tensor(slot, &dlogits.t()?.contiguous()?.matmul(&chosen)?)?;
                 }
-                *sum = sum.index_add(&positions, &dlogits.matmul(&weight)?, 0)?;
+                let dchosen = dlogits.matmul(&weight)?.to_dtype(sum.dtype())?;
+                *sum = sum.index_add(&positions, &dchosen, 0)?;
             }
             scores.logprobs.extend(logprobs);
         }

@@ -105,11 +105,15 @@ def qwen3():
     return toy(Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
 
 
-def adapt(config):
-    """Puts an adapter on the Qwen3 toy; returns its parameters, too, by their names in the base."""
-    adapted = get_peft_model(qwen3(), config).double()
+def llama():
+    return toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
+
+
+def adapt(config, model=qwen3):
+    """Puts an adapter on a toy; returns its parameters, too, by their names in the base."""
+    adapted = get_peft_model(model(), config).double()
     parameters = [
-        (name.removeprefix("base_model.model.").replace(".default", ""), tensor)
+        (name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", ""), tensor)
         for name, tensor in adapted.named_parameters()
         if tensor.requires_grad
     ]
@@ -133,7 +137,7 @@ def main():
     biases = dict(attention_bias=True, mlp_bias=True)
     for kind, model in [
         ("qwen3", qwen3()),
-        ("llama", toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)),
+        ("llama", llama()),
         ("qwen2", toy(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True)),
         ("llama_biases", toy(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False, **biases)),
     ]:
@@ -147,6 +151,29 @@ def main():
     adapted, parameters = adapt(lora)
     models["qwen3_lora"] = evaluate(adapted, parameters)
     save(adapted, "toy_adapter")
+    lora = LoraConfig(
+        r=3, lora_alpha=6, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"
+    )
+    models["qwen3_rslora"] = evaluate(*adapt(lora))
+    # Modules that are trained in full: of a model with a head of its own, and of one whose head is its
+    # embedding, where it leaves that, where that leaves it, and where both stay one.
+    for kind, model, modules, tying in [
+        ("llama_saved", llama, ["lm_head", "embed_tokens"], False),
+        ("qwen3_saved_head", qwen3, ["lm_head"], False),
+        ("qwen3_saved_embedding", qwen3, ["embed_tokens"], False),
+        ("qwen3_saved_tied", qwen3, ["embed_tokens", "lm_head"], True),
+    ]:
+        lora = LoraConfig(
+            r=2,
+            lora_alpha=3,
+            target_modules=["q_proj", "v_proj"],
+            modules_to_save=modules,
+            ensure_weight_tying=tying,
+            task_type="CAUSAL_LM",
+        )
+        adapted, parameters = adapt(lora, model)
+        models[kind] = evaluate(adapted, parameters)
+        save(adapted, "toy_adapter_" + kind)
     lora = LoraConfig(
         r=2,
         lora_alpha=3,

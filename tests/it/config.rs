@@ -232,6 +232,14 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`trainer.lora_targets` is `[]`; name a projection"
 )]
 #[case(
+    "trainer.modules_to_save=['lm_head', 'norm']",
+    "`trainer.modules_to_save` is `norm`; name `lm_head`, `embed_tokens` or both"
+)]
+#[case(
+    "trainer.ensure_weight_tying=true",
+    "`trainer.ensure_weight_tying` is `true`; name `lm_head` or `embed_tokens`"
+)]
+#[case(
     "eval.samples=4",
     "`eval.samples` is `4`; at `eval.temperature = 0` all samples are alike"
 )]

@@ -204,6 +204,7 @@ pub(crate) fn interrupt_at(mut command: Command, out: &Path, rows: usize, signal
         "--set", "trainer.mode=lora", "--set", "trainer.lora_rank=4",
         "--set", "trainer.dynamic_sampling=true", "--set", "trainer.lr_schedule=cosine",
         "--set", "task.curriculum=pass_rate", "--set", "trainer.use_rslora=true",
+        "--set", "trainer.modules_to_save=['lm_head', 'embed_tokens']", "--set", "trainer.beta=0.01",
     ],
     "adapter_model.safetensors"
 )]

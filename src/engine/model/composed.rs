@@ -144,7 +144,7 @@ impl<'a> Pass<'a> {
     }
 
     fn embed(&self) -> Result<Tensor, ModelError> {
-        embed(self.decoder, self.batch)
+        embed(self.decoder, self.batch, self.adapters.own)
     }
 
     fn norm(&self, x: &Tensor, weight: &Parameter) -> candle_core::Result<Tensor> {
@@ -385,9 +385,14 @@ impl<'a> Pass<'a> {
 }
 
 /// Returns the embeddings of a batch's tokens, `[n, hidden]`.
-pub(super) fn embed(decoder: &Decoder, batch: &PackedBatch) -> Result<Tensor, ModelError> {
+pub(super) fn embed(
+    decoder: &Decoder,
+    batch: &PackedBatch,
+    adapters: Adapters,
+) -> Result<Tensor, ModelError> {
     let tokens = Tensor::new(batch.tokens(), decoder.device())?;
-    Ok(decoder.embedding().tensor().index_select(&tokens, 0)?)
+    let table = decoder.embedding(adapters).tensor();
+    Ok(table.index_select(&tokens, 0)?.to_dtype(decoder.dtype())?)
 }
 
 /// Returns a linear layer's output, adapters included.
@@ -575,8 +580,9 @@ pub(super) fn backward(
         let input = tape.inputs.pop().expect("one input for each layer");
         dx = pass.layer_backward(layer, &input, &dx, gradients)?;
     }
-    if let Some(slot) = decoder.embedding().slot() {
-        let embedding = decoder.embedding().tensor();
+    let embedding = decoder.embedding(Adapters::On);
+    if let Some(slot) = embedding.slot() {
+        let embedding = embedding.tensor();
         let tokens = Tensor::new(batch.tokens(), decoder.device())?;
         let sum =
             embedding

@@ -15,7 +15,7 @@ use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
 use super::linear::{Linear, Lora, Parameter, ParameterBuilder};
-use super::lora::{LoraAdapter, LoraConfig};
+use super::lora::{EMBEDDING_WEIGHT, HEAD_WEIGHT, LoraAdapter, LoraConfig, SavedModules};
 use super::ops::{HeadShape, Values, WeightFormat};
 use super::safetensors_file::write_safetensors;
 use super::weights::Weights;
@@ -116,6 +116,11 @@ pub struct Decoder {
     norm: Parameter,
     /// Absent if the head is the embedding.
     head: Option<Parameter>,
+    /// Copies that are trained in full beside an adapter, in place of which the frozen ones stand where
+    /// adapters are off.
+    trained_embedding: Option<Parameter>,
+    trained_head: Option<Parameter>,
+    saved: SavedModules,
     variables: Vec<(String, Var)>,
     /// Present if the passes run on our own kernels on the CPU.
     rope: Option<FusedRope>,
@@ -218,7 +223,7 @@ impl Decoder {
             lora.validate()?;
         }
         let stored = weights
-            .get("model.embed_tokens.weight")
+            .get(EMBEDDING_WEIGHT)
             .map_or(DType::F32, Tensor::dtype);
         let dtype = match stored {
             DType::F64 => DType::F64,
@@ -266,8 +271,7 @@ impl Decoder {
         let mut builder =
             ParameterBuilder::new(weights, trainable, dtype, device, seed, is_fused, format);
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let embedding =
-            builder.take_matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)?;
+        let embedding = builder.take_matrix(EMBEDDING_WEIGHT.to_owned(), vocab, hidden)?;
         let layers = (0..config.num_hidden_layers)
             .map(|index| take_layer(&mut builder, &config, index))
             .collect::<Result<Vec<_>, _>>()?;
@@ -275,8 +279,21 @@ impl Decoder {
         let head = if config.tie_word_embeddings {
             None
         } else {
-            Some(builder.take_matrix("lm_head.weight".to_owned(), vocab, hidden)?)
+            Some(builder.take_matrix(HEAD_WEIGHT.to_owned(), vocab, hidden)?)
         };
+        let (mut trained_embedding, mut trained_head) = (None, None);
+        let saved = lora.as_ref().map_or_else(SavedModules::default, |lora| {
+            lora.saved_modules(head.is_none())
+        });
+        if saved.embedding {
+            trained_embedding = Some(builder.trained_copy(&embedding, EMBEDDING_WEIGHT)?);
+        }
+        if saved.is_tied {
+            trained_head.clone_from(&trained_embedding);
+        } else if saved.head {
+            let frozen = head.as_ref().unwrap_or(&embedding);
+            trained_head = Some(builder.trained_copy(frozen, HEAD_WEIGHT)?);
+        }
         let version = builder.version();
         let variables = builder.finish()?;
         let rope = is_fused.then(|| FusedRope::new(dtype, &config));
@@ -290,6 +307,9 @@ impl Decoder {
             layers,
             norm,
             head,
+            trained_embedding,
+            trained_head,
+            saved,
             variables,
             rope,
             rotary,
@@ -372,13 +392,22 @@ impl Decoder {
     /// # Errors
     ///
     /// Fails if the name is taken, if a tensor is missing, left over or of another shape than this
-    /// model's layers say, or if the model has an adapter of its own, which is being trained.
+    /// model's layers say, if the adapter has modules that are trained in full, or if the model has an
+    /// adapter of its own, which is being trained.
     pub fn add_adapter(&self, name: &str, adapter: &LoraAdapter) -> Result<AdapterId, ModelError> {
         if self.lora.is_some() {
             return Err(ModelError::Unsupported {
                 field: "adapter",
                 found: "a model with an adapter of its own".to_owned(),
                 supported: "a decoder built with `Trainable::Frozen` or `Trainable::Full`",
+            });
+        }
+        if !adapter.config.modules_to_save.is_empty() {
+            return Err(ModelError::Unsupported {
+                field: "modules_to_save",
+                found: format!("`{}`", adapter.config.modules_to_save.join("`, `")),
+                supported: "none beside others: a head or an embedding of its own needs a decoder built \
+                            with `Trainable::Lora` of the adapter's configuration",
             });
         }
         let wide = match self.dtype {
@@ -485,8 +514,12 @@ impl Decoder {
         &self.rotary
     }
 
-    pub(super) fn embedding(&self) -> &Parameter {
-        &self.embedding
+    /// Returns what tokens are embedded with, `[vocab, hidden]`.
+    pub(super) fn embedding(&self, adapters: Adapters) -> &Parameter {
+        match (adapters, &self.trained_embedding) {
+            (Adapters::On, Some(trained)) => trained,
+            _ => &self.embedding,
+        }
     }
 
     pub(super) fn layers(&self) -> &[Layer] {
@@ -498,8 +531,11 @@ impl Decoder {
     }
 
     /// Returns the output head `[vocab, hidden]`: the embedding if they are tied.
-    pub(crate) fn head(&self) -> &Parameter {
-        self.head.as_ref().unwrap_or(&self.embedding)
+    pub(crate) fn head(&self, adapters: Adapters) -> &Parameter {
+        match (adapters, &self.trained_head) {
+            (Adapters::On, Some(trained)) => trained,
+            _ => self.head.as_ref().unwrap_or(&self.embedding),
+        }
     }
 
     // === Passes ===
@@ -735,8 +771,8 @@ impl Decoder {
         }
     }
 
-    /// Returns the logits `[m, vocab]` of hidden states `[m, hidden]`, in `f32` (`f64` for an `f64`
-    /// model).
+    /// Returns the policy's logits `[m, vocab]` of hidden states `[m, hidden]`, in `f32` (`f64` for an
+    /// `f64` model).
     ///
     /// # Errors
     ///
@@ -762,7 +798,10 @@ impl Decoder {
                 Ok(Tensor::from_vec(logits, shape, &self.device)?)
             }
             Kind::Composed => {
-                let logits = hidden.matmul(&self.head().tensor().t()?)?.detach();
+                let weight = self.head(Adapters::On).tensor();
+                // A head that is trained beside a narrow base is wide.
+                let hidden = hidden.to_dtype(weight.dtype())?;
+                let logits = hidden.matmul(&weight.t()?)?.detach();
                 let wide = if self.dtype == DType::F64 {
                     DType::F64
                 } else {
@@ -783,7 +822,8 @@ impl Decoder {
 
     // === Checkpoints ===
 
-    /// Returns every weight by its Hugging Face name, sorted by name; adapters are left out.
+    /// Returns every weight by its Hugging Face name, sorted by name; adapters, and what is trained beside
+    /// them, are left out.
     ///
     /// Variables share the model's storage: copy them to keep them.
     ///
@@ -805,7 +845,8 @@ impl Decoder {
         weights
     }
 
-    /// Returns every weight with the adapter's update added: `W + alpha / rank * B A`.
+    /// Returns every weight with the adapter's update added, `W + alpha / rank * B A`, and with what is
+    /// trained in full in place of what is frozen. A head and an embedding that were one may be two then.
     ///
     /// # Errors
     ///
@@ -818,7 +859,8 @@ impl Decoder {
                 updates.insert(linear.weight.name(), (b.matmul(&a)? * lora.scale)?);
             }
         }
-        self.weights()
+        let mut merged: BTreeMap<String, Tensor> = self
+            .weights()
             .into_iter()
             .map(|(name, weight)| match updates.get(name.as_str()) {
                 Some(update) => {
@@ -827,7 +869,23 @@ impl Decoder {
                 }
                 None => Ok((name, weight)),
             })
-            .collect()
+            .collect::<Result<_, ModelError>>()?;
+        if let Some(trained) = &self.trained_embedding {
+            let trained = trained.tensor().detach().to_dtype(self.dtype)?;
+            merged.insert(EMBEDDING_WEIGHT.to_owned(), trained);
+        }
+        let is_of_its_own = self.trained_head.is_some() || self.head.is_none();
+        if is_of_its_own && !self.is_merged_head_tied() {
+            let head = self.head(Adapters::On).to_tensor()?;
+            let head = head.detach().to_dtype(self.dtype)?;
+            merged.insert(HEAD_WEIGHT.to_owned(), head);
+        }
+        Ok(merged.into_iter().collect())
+    }
+
+    /// Returns whether the head is the embedding where adapters are merged.
+    fn is_merged_head_tied(&self) -> bool {
+        self.head.is_none() && (self.saved.is_tied || self.saved.count() == 0)
     }
 
     /// Writes `config.json` and `model.safetensors`, which transformers loads. An adapter is merged.
@@ -847,7 +905,11 @@ impl Decoder {
     pub fn save_as(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
         fs::create_dir_all(folder).map_err(|source| io_error(folder, source))?;
         let path = folder.join("config.json");
-        fs::write(&path, self.config.to_json(dtype)).map_err(|source| io_error(&path, source))?;
+        let config = ModelConfig {
+            tie_word_embeddings: self.is_merged_head_tied(),
+            ..self.config.clone()
+        };
+        fs::write(&path, config.to_json(dtype)).map_err(|source| io_error(&path, source))?;
         let weights: Vec<(String, Tensor)> = (self.merged_weights()?.into_iter())
             .map(|(name, weight)| Ok((name, weight.to_dtype(dtype)?)))
             .collect::<Result<_, ModelError>>()?;
@@ -857,16 +919,20 @@ impl Decoder {
     /// Returns the adapter, if there is one. Its tensors share the model's storage.
     pub fn adapter(&self, base_model: Option<&str>) -> Option<LoraAdapter> {
         let config = self.lora.clone()?;
-        let tensors = self
-            .variables
-            .iter()
-            .map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+        let tensors = self.variables.iter();
+        let tensors = tensors.map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+        let mut tensors: HashMap<String, Tensor> = tensors.collect();
+        if self.saved.is_tied {
+            // As PEFT writes it: twice.
+            let head = tensors.get(EMBEDDING_WEIGHT).cloned();
+            tensors.extend(head.map(|head| (HEAD_WEIGHT.to_owned(), head)));
+        }
         Some(LoraAdapter {
             config,
             alpha_pattern: BTreeMap::new(),
             rank_pattern: BTreeMap::new(),
             base_model: base_model.map(str::to_owned),
-            tensors: tensors.collect(),
+            tensors,
         })
     }
 
@@ -950,8 +1016,39 @@ impl Decoder {
                 ),
             });
         }
-        self.set_variables(&adapter.tensors)
+        let found = adapter.config.saved_modules(self.head.is_none());
+        let expected = self.saved;
+        if found != expected {
+            return Err(ModelError::InvalidConfig {
+                field: "modules_to_save",
+                reason: format!("{found} in the adapter, {expected} here"),
+            });
+        }
+        if !expected.is_tied {
+            return self.set_variables(&adapter.tensors);
+        }
+        let mut tensors = adapter.tensors.clone();
+        if let (Some(head), Some(embedding)) =
+            (tensors.remove(HEAD_WEIGHT), tensors.get(EMBEDDING_WEIGHT))
+            && !is_same(&head, embedding)?
+        {
+            return Err(ModelError::InvalidConfig {
+                field: "ensure_weight_tying",
+                reason: "true, though head and embedding differ in the adapter".to_owned(),
+            });
+        }
+        self.set_variables(&tensors)
     }
+}
+
+/// Returns whether two tensors hold the same numbers.
+fn is_same(a: &Tensor, b: &Tensor) -> Result<bool, ModelError> {
+    Ok(a.shape() == b.shape()
+        && a.ne(b)?
+            .sum_all()?
+            .to_dtype(DType::F64)?
+            .to_scalar::<f64>()?
+            == 0.0)
 }
 
 enum Kind {

@@ -301,12 +301,7 @@ impl<'a> ParameterBuilder<'a> {
         outputs: usize,
         inputs: usize,
     ) -> Result<Lora, ModelError> {
-        // Adapters are trained in f32 even on a half-precision base.
-        let dtype = if self.dtype == DType::F64 {
-            DType::F64
-        } else {
-            DType::F32
-        };
+        let dtype = self.trained_dtype();
         let stream = self.variables.len() as u64;
         let a = lora_a(config.rank, inputs, self.seed, stream, dtype, self.device)?;
         let b = Tensor::zeros((outputs, config.rank), dtype, self.device)?;
@@ -322,6 +317,29 @@ impl<'a> ParameterBuilder<'a> {
             rank: config.rank,
             scale: config.scale(),
         })
+    }
+
+    /// Returns a copy of a frozen matrix that is trained beside it. It starts as the numbers that the
+    /// other is held in, so that both compute alike.
+    pub(super) fn trained_copy(
+        &mut self,
+        frozen: &Parameter,
+        name: &str,
+    ) -> Result<Parameter, ModelError> {
+        let tensor = frozen.to_tensor()?.to_dtype(self.trained_dtype())?;
+        let mut copy = self.variable(name.to_owned(), &tensor)?;
+        if self.is_fused {
+            copy.values = self.with_panels(copy.values);
+        }
+        Ok(copy)
+    }
+
+    /// Adapters are trained in `f32` even on a half-precision base.
+    fn trained_dtype(&self) -> DType {
+        match self.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        }
     }
 
     fn variable(&mut self, name: String, tensor: &Tensor) -> Result<Parameter, ModelError> {

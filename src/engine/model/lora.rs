@@ -1,6 +1,7 @@
 //! Low-rank adapters (Hu et al. 2021) and their file format, that of PEFT.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -26,6 +27,15 @@ pub const LINEAR_MODULES: [&str; 7] = [
 /// PEFT's name for all of them.
 const ALL_LINEAR: &str = "all-linear";
 
+/// The modules that can be trained in full beside an adapter, by their paths.
+const SAVED_MODULES: [&str; 2] = [HEAD, EMBEDDING];
+const HEAD: &str = "lm_head";
+const EMBEDDING: &str = "model.embed_tokens";
+
+/// What the tensors of these modules are called.
+pub(super) const HEAD_WEIGHT: &str = "lm_head.weight";
+pub(super) const EMBEDDING_WEIGHT: &str = "model.embed_tokens.weight";
+
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
@@ -45,6 +55,42 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Names of the linear layers, alone or with a path before them; all seven by default.
     pub target_modules: Vec<String>,
+    /// Modules that are trained in full beside the low-rank updates, and saved with them: `lm_head`,
+    /// `embed_tokens`; none by default.
+    pub modules_to_save: Vec<String>,
+    /// Whether the head stays the embedding where it is the embedding and either is among them; false by
+    /// default, as in PEFT: they part ways.
+    pub ensure_weight_tying: bool,
+}
+
+/// What an adapter trains in full, of a model whose head may be its embedding.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct SavedModules {
+    /// A copy of the embedding.
+    pub(crate) embedding: bool,
+    /// A copy of the head, of its own or that of the embedding.
+    pub(crate) head: bool,
+    /// Whether the two copies are one.
+    pub(crate) is_tied: bool,
+}
+
+impl SavedModules {
+    /// Returns how many matrices are trained.
+    pub(crate) fn count(self) -> usize {
+        usize::from(self.embedding) + usize::from(self.head && !self.is_tied)
+    }
+}
+
+impl fmt::Display for SavedModules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match (self.embedding, self.head, self.is_tied) {
+            (false, false, _) => "none",
+            (true, false, _) => "`embed_tokens`",
+            (false, true, _) => "`lm_head`",
+            (true, true, false) => "`lm_head` and `embed_tokens`",
+            (true, true, true) => "`lm_head` and `embed_tokens` as one",
+        })
+    }
 }
 
 impl Default for LoraConfig {
@@ -54,8 +100,16 @@ impl Default for LoraConfig {
             alpha: 32.0,
             use_rslora: false,
             target_modules: named_targets(&[ALL_LINEAR]),
+            modules_to_save: Vec::new(),
+            ensure_weight_tying: false,
         }
     }
+}
+
+/// Returns whether a module of this name, alone or with a path before it, can be trained in full beside
+/// an adapter.
+fn is_saved_module(name: &str) -> bool {
+    SAVED_MODULES.iter().any(|path| is_end(path, name))
 }
 
 /// Returns the linear layers that these names stand for: themselves, or all where PEFT's `all-linear` is
@@ -105,7 +159,27 @@ impl LoraConfig {
                 return invalid("target_modules", format!("`{name}` is none of `{known}`"));
             }
         }
+        let mut saved = self.modules_to_save.iter();
+        if let Some(name) = saved.find(|name| !is_saved_module(name)) {
+            return Err(ModelError::Unsupported {
+                field: "modules_to_save",
+                found: format!("`{name}`"),
+                supported: "`lm_head` and `embed_tokens`; to change other modules, train all weights",
+            });
+        }
         Ok(())
+    }
+
+    /// Returns what is trained in full of a model whose head is its embedding, or is not.
+    pub(crate) fn saved_modules(&self, is_tied: bool) -> SavedModules {
+        let saves = |path| self.modules_to_save.iter().any(|name| is_end(path, name));
+        let (embedding, head) = (saves(EMBEDDING), saves(HEAD));
+        let is_tied = is_tied && self.ensure_weight_tying && (embedding || head);
+        SavedModules {
+            embedding: embedding || is_tied,
+            head: head || is_tied,
+            is_tied,
+        }
     }
 
     /// Returns whether the linear layer at `path` (`model.layers.0.self_attn.q_proj`) is adapted: a
@@ -130,7 +204,8 @@ pub struct LoraAdapter {
     pub rank_pattern: BTreeMap<String, usize>,
     /// `base_model_name_or_path`, if the file says.
     pub base_model: Option<String>,
-    /// Tensors by our names: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    /// Tensors by our names: `model.layers.0.self_attn.q_proj.lora_A.weight`, and those of modules that
+    /// are saved in full, `lm_head.weight`.
     pub tensors: HashMap<String, Tensor>,
 }
 
@@ -145,6 +220,9 @@ struct RawAdapterConfig {
     bias: Option<String>,
     #[serde(default)]
     use_rslora: bool,
+    modules_to_save: Option<Vec<String>>,
+    #[serde(default)]
+    ensure_weight_tying: bool,
     rank_pattern: Option<BTreeMap<String, usize>>,
     alpha_pattern: Option<BTreeMap<String, f64>>,
     #[serde(flatten)]
@@ -152,7 +230,7 @@ struct RawAdapterConfig {
 }
 
 /// Fields of variants that are not implemented: each must be absent, null, false or empty.
-const VARIANTS: [&str; 16] = [
+const VARIANTS: [&str; 15] = [
     "alora_invocation_tokens",
     "arrow_config",
     "exclude_modules",
@@ -161,7 +239,6 @@ const VARIANTS: [&str; 16] = [
     "layer_replication",
     "layers_to_transform",
     "lora_bias",
-    "modules_to_save",
     "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
@@ -261,7 +338,8 @@ impl LoraAdapter {
         if !self.rank_pattern.is_empty() {
             return Ok(());
         }
-        for (name, tensor) in &self.tensors {
+        let updates = (self.tensors.iter()).filter(|(name, _)| name.contains(".lora_"));
+        for (name, tensor) in updates {
             let rank = match (name.ends_with(LORA_A), tensor.dims()) {
                 (true, [rank, _]) | (false, [_, rank]) => *rank,
                 _ => 0,
@@ -283,6 +361,7 @@ impl LoraAdapter {
     /// Fails if a file cannot be written.
     pub fn save(&self, folder: &Path) -> Result<(), ModelError> {
         fs::create_dir_all(folder).map_err(|source| io_error(folder, source))?;
+        let saved = &self.config.modules_to_save;
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -299,7 +378,8 @@ impl LoraAdapter {
             "init_lora_weights": true,
             "use_rslora": self.config.use_rslora,
             "use_dora": false,
-            "modules_to_save": null,
+            "modules_to_save": (!saved.is_empty()).then_some(saved),
+            "ensure_weight_tying": self.config.ensure_weight_tying,
             "layers_to_transform": null,
             "layers_pattern": null,
             "rank_pattern": self.rank_pattern,
@@ -373,6 +453,8 @@ impl RawAdapterConfig {
             alpha: self.lora_alpha,
             use_rslora: self.use_rslora,
             target_modules,
+            modules_to_save: self.modules_to_save.unwrap_or_default(),
+            ensure_weight_tying: self.ensure_weight_tying,
         };
         config.validate()?;
         Ok(LoraAdapter {
@@ -488,7 +570,7 @@ mod tests {
         for (field, value) in [
             ("use_dora", json!(true)),
             ("bias", json!("all")),
-            ("modules_to_save", json!(["lm_head"])),
+            ("modules_to_save", json!(["norm"])),
             ("lora_bias", json!(true)),
             ("init_lora_weights", json!("pissa")),
             ("trainable_token_indices", json!([1])),

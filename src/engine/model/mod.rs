@@ -48,7 +48,7 @@ pub use decoder::{Adapters, Decoder, Tape, Trainable};
 pub use error::ModelError;
 pub(crate) use gradients::GradientReal;
 pub use gradients::{FlatGradient, Gradients};
-pub(crate) use linear::is_redundant;
+pub(crate) use linear::{Parameter, is_redundant};
 pub use lora::{LINEAR_MODULES, LoraAdapter, LoraConfig, named_targets};
 pub use ops::WeightFormat;
 pub use packed::PackedBatch;

@@ -35,7 +35,7 @@ pub(super) fn hidden_cached(
     cache.with_pages(rows, &added, |paged| {
         batch.check_continues(paged.lengths())?;
         let pass = Pass::new(decoder, batch, paged)?;
-        let mut x = embed(decoder, batch)?;
+        let mut x = embed(decoder, batch, Adapters::On)?;
         let mut delta = None;
         for (index, layer) in decoder.layers().iter().enumerate() {
             let (middle, output) = pass.layer(index, layer, &x, delta.as_ref())?;

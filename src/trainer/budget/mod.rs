@@ -75,7 +75,8 @@ pub struct PlanRequest {
 pub struct MemoryPlan {
     /// Weights of the model, as they are held.
     pub weights: u64,
-    /// The adapter; on a CPU the panels beside its matrices, or beside all matrices in full training.
+    /// The adapter, with modules that are trained in full beside it; on a CPU the panels beside its
+    /// matrices, or beside all matrices in full training.
     pub adapter: u64,
     /// AdamW's moments, `f32`.
     pub optimizer: u64,
@@ -157,7 +158,11 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
             let packed = |[outputs, inputs]: [usize; 2]| {
                 WeightFormat::Wide.packed_bytes(outputs, inputs, size_of::<f32>())
             };
-            let panels: u64 = adapter_shapes(model, config).flatten().map(packed).sum();
+            let mut panels: u64 = adapter_shapes(model, config).flatten().map(packed).sum();
+            // No product reads the embedding.
+            if config.saved_modules(model.tie_word_embeddings).head {
+                panels += packed([model.vocab_size, model.hidden_size]);
+            }
             4 * trained + if is_cpu { panels } else { 0 }
         }
     };
@@ -254,10 +259,13 @@ pub fn trained_numbers(model: &ModelConfig, trainable: &Trainable) -> u64 {
     match trainable {
         Trainable::Frozen => 0,
         Trainable::Full => parameter_count(model) as u64,
-        Trainable::Lora(config) => adapter_shapes(model, config)
-            .flatten()
-            .map(|[outputs, inputs]| (outputs * inputs) as u64)
-            .sum(),
+        Trainable::Lora(config) => {
+            let saved = config.saved_modules(model.tie_word_embeddings).count();
+            let saved = (saved * model.vocab_size * model.hidden_size) as u64;
+            let updates = adapter_shapes(model, config).flatten();
+            let updates = updates.map(|[outputs, inputs]| (outputs * inputs) as u64);
+            updates.sum::<u64>() + saved
+        }
     }
 }
 

@@ -207,6 +207,53 @@ fn weights_take_the_room_of_their_format() {
     assert_eq!(plan(&model, &full).adapter, wide.weights - norms(&model));
 }
 
+#[test]
+fn modules_beside_an_adapter_count_as_what_is_trained() {
+    for (model, modules, ensure_weight_tying, matrices, panels) in [
+        (qwen3_8b(), &["lm_head"][..], false, 1, 1),
+        (qwen3_8b(), &["lm_head", "embed_tokens"], true, 2, 1),
+        (qwen3_1_7b(), &["embed_tokens"], false, 1, 0),
+        (qwen3_1_7b(), &["lm_head", "embed_tokens"], false, 2, 1),
+        (qwen3_1_7b(), &["lm_head"], true, 1, 1),
+    ] {
+        let with = Trainable::Lora(LoraConfig {
+            modules_to_save: modules.iter().map(|&name| name.to_owned()).collect(),
+            ensure_weight_tying,
+            ..LoraConfig::default()
+        });
+        let numbers = (model.vocab_size * model.hidden_size) as u64;
+        let without = Trainable::Lora(LoraConfig::default());
+        let trained = trained_numbers(&model, &with) - trained_numbers(&model, &without);
+        assert_eq!(trained, matrices * numbers);
+        for (place, panels) in [(Place::Gpu, 0), (Place::Cpu, panels)] {
+            let of = |trainable: &Trainable| {
+                let request = PlanRequest {
+                    place,
+                    dtype: DType::F32,
+                    trainable: trainable.clone(),
+                    ..lora_on_gpu()
+                };
+                plan(&model, &request)
+            };
+            let (found, before) = (of(&with), of(&without));
+            assert_eq!(found.optimizer - before.optimizer, 8 * trained);
+            assert_eq!(found.gradients - before.gradients, 4 * trained);
+            let adapter = found.adapter - before.adapter;
+            // Panels round the rows up.
+            let (least, most) = (
+                4 * (trained + panels * numbers),
+                4 * (trained + panels * numbers) * 101 / 100,
+            );
+            assert!(
+                (least..=most).contains(&adapter),
+                "{modules:?}: {adapter} {least}"
+            );
+            // The base stays, for the reference.
+            assert_eq!(found.weights, before.weights);
+        }
+    }
+}
+
 /// Returns the bytes in `f32` of all that is no matrix.
 fn norms(model: &ModelConfig) -> u64 {
     let vectors = tensor_shapes(model).into_iter().map(|(_, shape)| shape);

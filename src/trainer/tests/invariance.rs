@@ -163,7 +163,7 @@ fn difference(a: &Gradients, b: &Gradients) -> f64 {
 
 #[rstest]
 fn neither_order_nor_padding_nor_micro_batches_change_loss_or_gradient(
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head())] trainable: Trainable,
     #[values((DType::F64, 1e-11), (DType::F32, 1e-6))] (dtype, bound): (DType, f64),
 ) {
     let decoder = decoder(ModelType::Qwen3, dtype, &trainable);
@@ -215,7 +215,7 @@ fn neither_order_nor_padding_nor_micro_batches_change_loss_or_gradient(
 /// and why the processes of a run may divide its sequences.
 #[rstest]
 fn a_sequence_scores_to_the_same_bits_in_any_company(
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head())] trainable: Trainable,
 ) {
     let decoder = decoder(ModelType::Qwen3, DType::F32, &trainable);
     let loss = LossConfig::default();

@@ -10,7 +10,7 @@ use crate::engine::model::tests_support::{
 };
 use crate::engine::model::{
     Adapters, Decoder, LoraAdapter, LoraConfig, ModelConfig, ModelType, PackedBatch, Trainable,
-    WeightFormat, random_weights,
+    WeightFormat, load_weights, random_weights,
 };
 use crate::engine::{Engine, EngineConfig, SamplingParams, SequenceSeed};
 
@@ -30,6 +30,32 @@ fn lora() -> Trainable {
 /// Adds no files to a checkpoint.
 fn nothing(_: &std::path::Path) -> Result<(), TrainerError> {
     Ok(())
+}
+
+fn rslora() -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 3,
+        alpha: 6.0,
+        use_rslora: true,
+        ..LoraConfig::default()
+    })
+}
+
+/// As [`lora`], with modules that are trained in full.
+fn lora_with(modules: &[&str], ensure_weight_tying: bool) -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 2,
+        alpha: 3.0,
+        target_modules: ["q_proj", "v_proj"].map(str::to_owned).to_vec(),
+        modules_to_save: modules.iter().map(|&name| name.to_owned()).collect(),
+        ensure_weight_tying,
+        ..LoraConfig::default()
+    })
+}
+
+/// As [`lora`], with head and embedding trained in full, as one where they are one.
+fn lora_and_head() -> Trainable {
+    lora_with(&["lm_head", "embed_tokens"], true)
 }
 
 /// A toy whose numbers are large enough for every part to matter.
@@ -144,7 +170,7 @@ fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64
     let mut loss = 0.0;
     for micro in pack(sequences, usize::MAX, &config, totals).unwrap() {
         let hidden = decoder.hidden(&micro.batch, Adapters::On).unwrap();
-        let scores = score(decoder, &hidden, &micro.targets, temperature).unwrap();
+        let scores = score(decoder, &hidden, &micro.targets, Adapters::On, temperature).unwrap();
         for (i, term) in sequence_terms(&micro, &config, &scores.logprobs)
             .into_iter()
             .enumerate()
@@ -164,7 +190,14 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
         scaled_llama()
     )]
     config: ModelConfig,
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(
+        Trainable::Full,
+        lora(),
+        lora_and_head(),
+        lora_with(&["lm_head"], false),
+        lora_with(&["embed_tokens"], false)
+    )]
+    trainable: Trainable,
 ) {
     let decoder = decoder_of(config, DType::F64, &trainable);
     let sequences = sequences(3);
@@ -218,7 +251,7 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
 
 #[rstest]
 fn micro_batches_and_recomputation_do_not_change_the_gradient(
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head())] trainable: Trainable,
 ) {
     let decoder = decoder(ModelType::Qwen3, DType::F64, &trainable);
     let sequences = sequences(8);
@@ -461,7 +494,7 @@ fn the_golden_next_token_shift_holds() {
         .try_into()
         .unwrap();
     let hidden = hidden.narrow(0, 0, micro.batch.len()).unwrap();
-    let found = score(&decoder, &hidden, &micro.targets, 1.0)
+    let found = score(&decoder, &hidden, &micro.targets, Adapters::On, 1.0)
         .unwrap()
         .logprobs;
     let expected = case.floats("expected", "completion_logps");
@@ -475,7 +508,7 @@ fn the_golden_next_token_shift_holds() {
 /// Samples one token after the prompt and rewards a fixed one.
 #[rstest]
 fn a_bandit_learns_its_token_in_fifty_steps(
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head())] trainable: Trainable,
 ) {
     use rand::{RngExt as _, SeedableRng as _};
     const ARM: u32 = 7;
@@ -500,7 +533,8 @@ fn a_bandit_learns_its_token_in_fifty_steps(
             positions: vec![2],
             tokens: vec![ARM],
         };
-        score(decoder, &hidden, &targets, 1.0).unwrap().logprobs[0].exp()
+        let scores = score(decoder, &hidden, &targets, Adapters::On, 1.0);
+        scores.unwrap().logprobs[0].exp()
     };
     assert!(probability(&decoder) < 0.2);
     let loss = LossConfig::default();
@@ -592,7 +626,13 @@ fn adamw_takes_the_golden_step() {
 
 #[rstest]
 fn a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(
+        Trainable::Full,
+        lora(),
+        lora_and_head(),
+        lora_with(&["lm_head", "embed_tokens"], false)
+    )]
+    trainable: Trainable,
 ) {
     let run = tempfile::tempdir().unwrap();
     let sequences = sequences(4);
@@ -720,6 +760,11 @@ fn schedules_warm_up_and_fall() {
 #[case("llama", toy(ModelType::Llama), Trainable::Full)]
 #[case("llama_biases", biased_llama(), Trainable::Full)]
 #[case("qwen3_lora", toy(ModelType::Qwen3), lora())]
+#[case("qwen3_rslora", toy(ModelType::Qwen3), rslora())]
+#[case("llama_saved", toy(ModelType::Llama), lora_with(&["lm_head", "embed_tokens"], false))]
+#[case("qwen3_saved_head", toy(ModelType::Qwen3), lora_with(&["lm_head"], false))]
+#[case("qwen3_saved_embedding", toy(ModelType::Qwen3), lora_with(&["embed_tokens"], false))]
+#[case("qwen3_saved_tied", toy(ModelType::Qwen3), lora_and_head())]
 fn logits_and_gradients_are_those_of_transformers(
     #[case] name: &str,
     #[case] config: ModelConfig,
@@ -792,15 +837,25 @@ fn logits_and_gradients_are_those_of_transformers(
     }
 }
 
-#[test]
-fn an_adapter_that_peft_wrote_gives_the_logits_of_peft() {
-    let adapter = LoraAdapter::load(
-        &golden_folder().join("toy_adapter"),
-        DType::F64,
-        &Device::Cpu,
-    )
-    .unwrap();
-    let config = toy(ModelType::Qwen3);
+#[rstest]
+#[case("toy_adapter", "qwen3_lora", ModelType::Qwen3)]
+#[case("toy_adapter_llama_saved", "llama_saved", ModelType::Llama)]
+#[case("toy_adapter_qwen3_saved_head", "qwen3_saved_head", ModelType::Qwen3)]
+#[case(
+    "toy_adapter_qwen3_saved_embedding",
+    "qwen3_saved_embedding",
+    ModelType::Qwen3
+)]
+#[case("toy_adapter_qwen3_saved_tied", "qwen3_saved_tied", ModelType::Qwen3)]
+fn an_adapter_that_peft_wrote_gives_the_logits_of_peft(
+    #[case] folder: &str,
+    #[case] name: &str,
+    #[case] kind: ModelType,
+) {
+    let read =
+        |folder: &std::path::Path| LoraAdapter::load(folder, DType::F64, &Device::Cpu).unwrap();
+    let adapter = read(&golden_folder().join(folder));
+    let config = toy(kind);
     let weights = formula_weights(&config, DType::F64);
     let trainable = Trainable::Lora(adapter.config.clone());
     let decoder = Decoder::new(config, weights, &Device::Cpu, &trainable, 0).unwrap();
@@ -809,18 +864,69 @@ fn an_adapter_that_peft_wrote_gives_the_logits_of_peft() {
     let text = fs_err::read_to_string(golden_folder().join("toy_models.json")).unwrap();
     let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
     let sequences: Vec<Vec<u32>> = serde_json::from_value(golden["tokens"].clone()).unwrap();
-    let expected: Vec<Vec<Vec<f64>>> =
-        serde_json::from_value(golden["models"]["qwen3_lora"]["logits"].clone()).unwrap();
-    let hidden = decoder
-        .hidden(&PackedBatch::from_sequences(&sequences), Adapters::On)
+    let expected = |name: &str| -> Vec<f64> {
+        let logits = golden["models"][name]["logits"].clone();
+        let logits: Vec<Vec<Vec<f64>>> = serde_json::from_value(logits).unwrap();
+        logits.concat().concat()
+    };
+    let batch = PackedBatch::from_sequences(&sequences);
+    let logits = |decoder: &Decoder| -> Vec<f64> {
+        let hidden = decoder.hidden(&batch, Adapters::On).unwrap();
+        decoder.logits(&hidden).unwrap().to_vec2().unwrap().concat()
+    };
+    let assert_close = |found: &[f64], expected: &[f64]| {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            // The file holds f32.
+            assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+        }
+    };
+    assert_close(&logits(&decoder), &expected(name));
+
+    // With the adapter off, head and embedding are the base's again.
+    let sequence = TrainSequence {
+        loss_mask: (0..sequences[0].len()).map(|t| t > 0).collect(),
+        tokens: sequences[0].clone(),
+        ..TrainSequence::default()
+    };
+    let loss = LossConfig::default();
+    let [micro] = pack(&[sequence], 100, &loss, loss.totals([1]))
+        .unwrap()
+        .try_into()
         .unwrap();
-    let found = decoder.logits(&hidden).unwrap().to_vec2::<f64>().unwrap();
-    for (found, expected) in found
-        .iter()
-        .flatten()
-        .zip(expected.iter().flatten().flatten())
-    {
-        // The file holds f32.
-        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    let scored = |decoder: &Decoder, adapters| {
+        let scores = score_micro_batch(decoder, &micro, adapters, 1.0);
+        scores.unwrap().logprobs
+    };
+    let config = decoder.config().clone();
+    let weights = formula_weights(&config, DType::F64);
+    let base = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
+    let reference = scored(&decoder, Adapters::Off);
+    assert_eq!(reference, scored(&base, Adapters::On));
+    assert_ne!(reference, scored(&decoder, Adapters::On));
+
+    // What we write, PEFT's way, is what PEFT wrote.
+    let own = tempfile::tempdir().unwrap();
+    decoder.adapter(None).unwrap().save(own.path()).unwrap();
+    let again = read(own.path());
+    assert_eq!(again.config, adapter.config);
+    let names = |adapter: &LoraAdapter| {
+        let mut names: Vec<String> = adapter.tensors.keys().cloned().collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&again), names(&adapter));
+    for (name, tensor) in &adapter.tensors {
+        let difference = (tensor - &again.tensors[name]).unwrap().abs().unwrap();
+        let most = difference.max_all().unwrap().to_scalar::<f64>().unwrap();
+        assert_eq!(most, 0.0, "{name}");
     }
+
+    // Merged, it is a model that knows nothing of adapters, though its head may be one of its own.
+    let merged = tempfile::tempdir().unwrap();
+    decoder.save_as(merged.path(), DType::F32).unwrap();
+    let config = ModelConfig::from_file(&merged.path().join("config.json")).unwrap();
+    let weights = load_weights(merged.path(), &config, DType::F64, &Device::Cpu).unwrap();
+    let merged = Decoder::new(config, weights, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
+    assert_close(&logits(&merged), &expected(name));
 }

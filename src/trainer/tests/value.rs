@@ -167,7 +167,7 @@ fn episodes(decoder: &Decoder) -> RolloutGroup {
             positions: vec![1, 2, 3],
             tokens: answer.to_vec(),
         };
-        let scores = score(decoder, &hidden, &targets, 1.0).unwrap();
+        let scores = score(decoder, &hidden, &targets, Adapters::On, 1.0).unwrap();
         #[expect(clippy::cast_possible_truncation, reason = "they are f32 values")]
         let logprobs: Vec<f32> = scores
             .logprobs

@@ -101,7 +101,7 @@ impl<'a, T: FusedReal> Pass<'a, T> {
     fn embed(&self) -> Result<Vec<T>, ModelError> {
         let width = self.decoder.config().hidden_size;
         let mut x = vec![T::ZERO; self.batch.len() * width];
-        let table = self.decoder.embedding();
+        let table = self.decoder.embedding(self.adapters.own);
         table.copy_rows(self.batch.tokens(), &mut x)?;
         Ok(x)
     }
@@ -210,7 +210,7 @@ fn backward_in_pool<T: FusedReal>(
     for (layer, tape) in decoder.layers().iter().zip(tape.layers).rev() {
         dx = layer::backward(&pass, layer, tape, dx, gradients)?;
     }
-    if let Some(slot) = decoder.embedding().slot() {
+    if let Some(slot) = decoder.embedding(Adapters::On).slot() {
         let width = decoder.config().hidden_size;
         let sums = T::sums(gradients, slot);
         for (&token, dx) in batch.tokens().iter().zip(dx.chunks_exact(width)) {
@@ -272,7 +272,7 @@ pub(super) fn logits<T: Real>(
     rows: usize,
 ) -> Result<Vec<T>, ModelError> {
     let config = decoder.config();
-    let weight = decoder.head().panels::<T>()?;
+    let weight = decoder.head(Adapters::On).panels::<T>()?;
     let mut logits = vec![T::ZERO; rows * config.vocab_size];
     let write = ops::Write::Replace;
     ops::linear(T::ONE, hidden, rows, &weight, write, &mut logits);

@@ -42,10 +42,14 @@ pub(super) fn build(
     decoder
 }
 
-/// Gives adapters and norms numbers that are neither zero nor one.
+fn is_beside_an_adapter(decoder: &Decoder, name: &str) -> bool {
+    decoder.lora().is_some() && !name.contains("lora_")
+}
+
+/// Gives adapters, what is trained beside them and norms numbers that are neither zero nor one.
 fn spread(decoder: &Decoder) {
     for (index, (name, var)) in decoder.variables().iter().enumerate() {
-        if name.contains("lora_B") || name.contains("norm") {
+        if name.contains("lora_B") || name.contains("norm") || is_beside_an_adapter(decoder, name) {
             let len = var.elem_count();
             let values: Vec<f64> = (0..len)
                 .map(|i| 0.6 + 0.3 * ((i * 7 + index) as f64).sin())
@@ -61,6 +65,17 @@ pub(super) fn lora() -> Trainable {
     Trainable::Lora(LoraConfig {
         rank: 3,
         alpha: 6.0,
+        ..LoraConfig::default()
+    })
+}
+
+/// As [`lora`], with head and embedding trained in full, as one where they are one if asked.
+fn lora_and_head(ensure_weight_tying: bool) -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 3,
+        alpha: 6.0,
+        modules_to_save: ["lm_head", "embed_tokens"].map(str::to_owned).to_vec(),
+        ensure_weight_tying,
         ..LoraConfig::default()
     })
 }
@@ -217,8 +232,9 @@ fn a_tree_has_the_summed_gradient_of_its_paths(
 #[rstest]
 fn cached_decoding_has_the_bits_of_the_full_pass(
     #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+    #[values(lora(), lora_and_head(false))] trainable: Trainable,
 ) {
-    let decoder = decoder(kind, DType::F32, &lora());
+    let decoder = decoder(kind, DType::F32, &trainable);
     let sequences: Vec<_> = (0..5)
         .map(|i| random_tokens(50 + i, 19, i as u64))
         .collect();
@@ -372,7 +388,8 @@ fn both_back_ends_agree(
         scaled_llama()
     )]
     config: ModelConfig,
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head(false), lora_and_head(true))]
+    trainable: Trainable,
 ) {
     let fused = build(config.clone(), DType::F64, &trainable, true);
     let composed = build(config, DType::F64, &trainable, false);
@@ -422,9 +439,10 @@ fn both_back_ends_agree(
 fn a_half_precision_base_trains_its_adapter(
     #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
     #[values((DType::F16, 0.04), (DType::BF16, 0.3))] (dtype, tolerance): (DType, f32),
+    #[values(lora(), lora_and_head(true))] trainable: Trainable,
 ) {
-    let half = composed(kind, dtype, &lora());
-    let whole = decoder(kind, DType::F32, &lora());
+    let half = composed(kind, dtype, &trainable);
+    let whole = decoder(kind, DType::F32, &trainable);
     assert_eq!(half.dtype(), dtype);
     let batch = PackedBatch::from_sequences([random_tokens(9, 19, 1), random_tokens(4, 19, 2)]);
     let hidden = half.hidden(&batch, Adapters::On).unwrap();
@@ -489,7 +507,7 @@ fn both_back_ends_decode_alike(
 #[rstest]
 fn recomputation_gives_the_same_gradient_bits(
     #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
-    #[values(Trainable::Full, lora())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head(true))] trainable: Trainable,
 ) {
     let decoder = decoder(kind, DType::F32, &trainable);
     let batch = PackedBatch::from_sequences([random_tokens(30, 19, 1), random_tokens(7, 19, 2)]);
@@ -521,12 +539,89 @@ fn a_fresh_adapter_changes_nothing_and_is_its_own_reference() {
 #[rstest]
 fn merged_weights_compute_what_the_adapter_does(
     #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+    #[values(lora(), lora_and_head(false), lora_and_head(true))] trainable: Trainable,
 ) {
-    let adapted = decoder(kind, DType::F64, &lora());
+    let adapted = decoder(kind, DType::F64, &trainable);
     let merged: Weights = adapted.merged_weights().unwrap().into_iter().collect();
-    let merged = Decoder::new(toy(kind), merged, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
+    let config = ModelConfig {
+        tie_word_embeddings: !merged.contains_key("lm_head.weight"),
+        ..toy(kind)
+    };
+    let merged = Decoder::new(config, merged, &Device::Cpu, &Trainable::Frozen, 0).unwrap();
     let batch = PackedBatch::from_sequences([random_tokens(12, 19, 4)]);
     assert_close(&logits(&merged, &batch), &logits(&adapted, &batch), 1e-12);
+}
+
+/// What is trained in full beside an adapter starts as what it stands beside, in whatever format that is
+/// held, and adapters begin as they do without it.
+#[rstest]
+fn modules_beside_a_fresh_adapter_change_nothing_at_first(
+    #[values(ModelType::Qwen3, ModelType::Llama)] kind: ModelType,
+    #[values(WeightFormat::Wide, WeightFormat::Bf16, WeightFormat::Int8)] format: WeightFormat,
+    #[values(false, true)] ensure_weight_tying: bool,
+) {
+    let build = |trainable: &Trainable| {
+        let weights = random_weights(&toy(kind), 1, DType::F32, &Device::Cpu).unwrap();
+        Decoder::with_format(toy(kind), weights, &Device::Cpu, trainable, 2, format).unwrap()
+    };
+    let (plain, saved) = (build(&lora()), build(&lora_and_head(ensure_weight_tying)));
+    let batch = PackedBatch::from_sequences([random_tokens(12, 19, 4)]);
+    assert_eq!(logits(&saved, &batch), logits(&plain, &batch));
+    let read = |var: &Var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let pairs = plain.variables().iter().zip(saved.variables());
+    for ((name, plain), (found, saved)) in pairs {
+        assert_eq!((found, read(saved)), (name, read(plain)));
+    }
+    let beside = if ensure_weight_tying && kind == ModelType::Qwen3 {
+        &["model.embed_tokens.weight"][..]
+    } else {
+        &["model.embed_tokens.weight", "lm_head.weight"]
+    };
+    let names: Vec<&String> = saved.variables().iter().map(|(name, _)| name).collect();
+    assert_eq!(names[plain.variables().len()..], *beside);
+}
+
+#[test]
+fn modules_beside_an_adapter_are_checked() {
+    let kind = ModelType::Qwen3;
+    let found = |trainable: &Trainable| {
+        let decoder = decoder(kind, DType::F32, trainable);
+        decoder.adapter(None).unwrap()
+    };
+    let (apart, tied) = (found(&lora_and_head(false)), found(&lora_and_head(true)));
+    let decoder = decoder(kind, DType::F32, &lora_and_head(true));
+    decoder.load_adapter(&tied).unwrap();
+    let error = decoder.load_adapter(&apart).unwrap_err().to_string();
+    let expected = "invalid `modules_to_save`: `lm_head` and `embed_tokens` in the adapter, `lm_head` \
+                    and `embed_tokens` as one here";
+    assert_eq!(error, expected);
+    // Two that are said to be one.
+    let mut torn = tied.clone();
+    let head = (&torn.tensors["lm_head.weight"] + 1.0).unwrap();
+    torn.tensors.insert("lm_head.weight".to_owned(), head);
+    let error = decoder.load_adapter(&torn).unwrap_err().to_string();
+    assert!(
+        error.starts_with("invalid `ensure_weight_tying`"),
+        "{error}"
+    );
+    // Rows of one batch have one head.
+    let base = build(toy(kind), DType::F32, &Trainable::Frozen, true);
+    let error = base.add_adapter("one", &tied).unwrap_err().to_string();
+    assert!(
+        error.starts_with("unsupported `modules_to_save`: `lm_head`, `embed_tokens`"),
+        "{error}"
+    );
+    let norm = Trainable::Lora(LoraConfig {
+        modules_to_save: vec!["norm".to_owned()],
+        ..LoraConfig::default()
+    });
+    let weights = random_weights(&toy(kind), 1, DType::F32, &Device::Cpu).unwrap();
+    let error = Decoder::new(toy(kind), weights, &Device::Cpu, &norm, 0).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.starts_with("unsupported `modules_to_save`: `norm`"),
+        "{error}"
+    );
 }
 
 #[test]
