@@ -644,6 +644,9 @@ pub struct TrainerConfig {
     /// ones of a block unless given.
     #[serde(deserialize_with = "units::one_or_many")]
     pub lora_targets: Vec<String>,
+    /// The share of the inputs of LoRA's updates that is dropped while they are trained, and only then; 0
+    /// unless given.
+    pub lora_dropout: f64,
     /// Modules that are trained in full beside the LoRA matrices and saved with them, `lm_head` or
     /// `embed_tokens` or both; none unless given. The base's stay as the reference.
     #[serde(deserialize_with = "units::one_or_many")]
@@ -718,6 +721,7 @@ impl Default for TrainerConfig {
             lora_alpha: 32.0,
             use_rslora: false,
             lora_targets: LORA_TARGETS.map(str::to_owned).to_vec(),
+            lora_dropout: 0.0,
             modules_to_save: Vec::new(),
             ensure_weight_tying: false,
             save_every: 10,

@@ -6,7 +6,8 @@ use bytesize::ByteSize;
 
 use super::environment;
 use super::{
-    ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig, TrainMode,
+    ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig,
+    SamplerCorrection, TrainMode,
 };
 use crate::grader::RewardTerms;
 use crate::sandbox::RuntimeName;
@@ -427,6 +428,40 @@ impl RunConfig {
             "[]",
             "name a projection such as `q_proj`, or set `trainer.mode = \"full\"`",
         );
+        issues.require(
+            (0.0..1.0).contains(&trainer.lora_dropout),
+            "trainer.lora_dropout",
+            trainer.lora_dropout,
+            "make it from 0 to below 1",
+        );
+        let drops = trainer.mode == TrainMode::Lora && trainer.lora_dropout > 0.0;
+        issues.require(
+            !drops || self.model.compute_dtype == ComputeDtype::F32,
+            "trainer.lora_dropout",
+            trainer.lora_dropout,
+            "make it 0, or leave out `model.compute_dtype`: in bf16, what is multiplied is kept rounded",
+        );
+        // What is dropped would be taken for what lies between the policy that sampled and the one that learns.
+        let sampler_correction = trainer.sampler_correction != SamplerCorrection::Off;
+        for (key, is_given) in [
+            ("trainer.sampler_correction", sampler_correction),
+            (
+                "trainer.off_policy_threshold",
+                trainer.off_policy_threshold.is_some(),
+            ),
+            ("trainer.async_level", trainer.async_level > 0),
+            (
+                "rollout.max_step_tokens",
+                self.rollout.max_step_tokens.is_some(),
+            ),
+        ] {
+            issues.require(
+                !(drops && is_given),
+                "trainer.lora_dropout",
+                trainer.lora_dropout,
+                &format!("make it 0, or leave out `{key}`: ratios to an older policy need a pass that drops nothing"),
+            );
+        }
         for name in &trainer.modules_to_save {
             issues.require(
                 SAVED_MODULES.contains(&name.as_str()),

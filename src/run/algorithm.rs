@@ -37,6 +37,7 @@ pub(super) fn grpo_config(config: &RunConfig, policy: &Policy) -> Result<GrpoCon
         pass: PassConfig {
             temperature: config.rollout.temperature,
             recompute: micro.recompute,
+            dropout_seed: Some(config.seed),
         },
         micro_batch_tokens: micro.micro_batch_tokens,
         iterations: trainer.num_iterations,

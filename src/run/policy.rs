@@ -74,9 +74,15 @@ impl Policy {
             .transpose()?;
         let trainable = match (&adapter, trainable) {
             // An adapter to measure, or to go on from, brings its own shape.
-            (Some(adapter), Trainable::Frozen | Trainable::Lora(_)) => {
-                Trainable::Lora(adapter.config.clone())
-            }
+            (Some(adapter), Trainable::Frozen) => Trainable::Lora(LoraConfig {
+                dropout: 0.0,
+                ..adapter.config.clone()
+            }),
+            // What is dropped is no part of the shape.
+            (Some(adapter), Trainable::Lora(own)) => Trainable::Lora(LoraConfig {
+                dropout: own.dropout,
+                ..adapter.config.clone()
+            }),
             (_, trainable) => trainable.clone(),
         };
         let decoder = Decoder::with_format(
@@ -230,6 +236,7 @@ pub fn trainable(config: &RunConfig) -> Trainable {
             alpha: config.trainer.lora_alpha,
             use_rslora: config.trainer.use_rslora,
             target_modules: named_targets(&config.trainer.lora_targets),
+            dropout: config.trainer.lora_dropout,
             modules_to_save: config.trainer.modules_to_save.clone(),
             ensure_weight_tying: config.trainer.ensure_weight_tying,
         }),

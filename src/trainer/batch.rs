@@ -96,8 +96,10 @@ pub struct MicroBatch {
     /// Log-probability of each target when it was sampled; empty for imitation.
     pub sampled: Vec<f64>,
     /// Log-probability of each target under the policy before the step: what the trainer computes for
-    /// it, or as it was sampled; empty for imitation.
+    /// it, or as it was sampled; empty for imitation, and where a pass is to compare with itself.
     pub old: Vec<f64>,
+    /// Log-probability of each target as the trainer computes it without dropout; empty without dropout.
+    pub undropped: Vec<f64>,
     /// Log-probability of each target under the reference; empty without one.
     pub reference: Vec<f64>,
     /// Advantage of each target.
@@ -127,7 +129,7 @@ impl MicroBatch {
     pub fn tokens<'a>(&'a self, targets: Range<usize>, logprobs: &'a [f64]) -> SequenceTokens<'a> {
         SequenceTokens {
             logprobs,
-            old: &self.old[targets.clone()],
+            old: self.old.get(targets.clone()).unwrap_or(logprobs),
             sampled: &self.sampled[targets.clone()],
             reference: self.reference.get(targets.clone()).unwrap_or_default(),
             advantages: &self.advantages[targets],

@@ -6,6 +6,7 @@ use super::logprob::{HeadLoss, Scores, backward_through_head, score};
 use super::loss::{LossConfig, LossMetrics, TokenTerm};
 use super::value::ValueHead;
 use crate::engine::model::{Adapters, Decoder, Gradients};
+use crate::rollout::derive_seed;
 
 /// How a micro-batch goes through the model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,6 +15,26 @@ pub struct PassConfig {
     pub temperature: f64,
     /// Run each layer again in the backward pass rather than keep what it made.
     pub recompute: bool,
+    /// Seed of the masks of an adapter's dropout; without one nothing is dropped.
+    pub dropout_seed: Option<u64>,
+}
+
+impl PassConfig {
+    /// Returns the passes of a run's step, whose masks no other step has.
+    #[must_use]
+    pub fn of_step(self, step: usize) -> Self {
+        let of_step = |seed| derive_seed(seed, "dropout", step as u64, "");
+        Self {
+            dropout_seed: self.dropout_seed.map(of_step),
+            ..self
+        }
+    }
+
+    /// Returns whether something is dropped in training that is not in sampling.
+    pub(super) fn drops(self, decoder: &Decoder) -> bool {
+        let probability = decoder.lora().map_or(0.0, |lora| lora.dropout);
+        self.dropout_seed.is_some() && probability > 0.0
+    }
 }
 
 impl Default for PassConfig {
@@ -21,6 +42,7 @@ impl Default for PassConfig {
         Self {
             temperature: 1.0,
             recompute: false,
+            dropout_seed: None,
         }
     }
 }
@@ -39,6 +61,17 @@ pub fn score_micro_batch(
 ) -> Result<Scores, TrainerError> {
     let hidden = decoder.hidden(&micro.batch, adapters)?;
     score(decoder, &hidden, &micro.targets, adapters, temperature)
+}
+
+/// Scores a micro-batch's targets as a pass of training does, with what that drops.
+pub(super) fn score_dropping(
+    decoder: &Decoder,
+    micro: &MicroBatch,
+    pass: PassConfig,
+) -> Result<Scores, TrainerError> {
+    let (hidden, _) = decoder.forward_dropping(&micro.batch, true, pass.dropout_seed)?;
+    let (targets, on) = (&micro.targets, Adapters::On);
+    score(decoder, &hidden, targets, on, pass.temperature)
 }
 
 /// Adds the policy loss's gradient over one micro-batch, and returns what to report.
@@ -80,7 +113,8 @@ pub fn accumulate_actor_critic_gradient(
     if micro.targets.is_empty() {
         return Ok(LossMetrics::default());
     }
-    let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
+    let (hidden, tape) =
+        decoder.forward_dropping(&micro.batch, pass.recompute, pass.dropout_seed)?;
     // Losses that look at whole sequences need one visit of the head more.
     let known = if loss.needs_sequences() {
         let (targets, on) = (&micro.targets, Adapters::On);
@@ -111,7 +145,8 @@ pub fn accumulate_actor_critic_gradient(
     let mut metrics = LossMetrics::default();
     for (target, (&logprob, &entropy)) in scores.logprobs.iter().zip(&scores.entropies).enumerate()
     {
-        let below = micro.sampled[target] - logprob;
+        let undropped = micro.undropped.get(target).unwrap_or(&logprob);
+        let below = micro.sampled[target] - undropped;
         metrics.add(
             &term(target, logprob),
             micro.weights[target],
@@ -152,7 +187,8 @@ pub fn accumulate_nll_gradient(
     if micro.targets.is_empty() {
         return Ok(metrics);
     }
-    let (hidden, tape) = decoder.forward(&micro.batch, pass.recompute)?;
+    let (hidden, tape) =
+        decoder.forward_dropping(&micro.batch, pass.recompute, pass.dropout_seed)?;
     let (scores, dhidden) = backward_through_head(
         decoder,
         &hidden,

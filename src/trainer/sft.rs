@@ -23,7 +23,7 @@ pub struct SftConfig {
     pub micro_batch_tokens: usize,
     /// Whether layers are run again in the backward pass rather than kept.
     pub recompute: bool,
-    /// Seed of the order of the traces.
+    /// Seed of the order of the traces, and of an adapter's dropout.
     pub seed: u64,
 }
 
@@ -129,12 +129,16 @@ impl SftTrainer {
             micro_batch_tokens: self.config.micro_batch_tokens,
             recompute: self.config.recompute,
         };
+        let step = self.step;
+        let dropout_seed = Some(self.config.seed);
         let (guard, is_gpu) = (self.guard.as_ref(), !decoder.is_fused());
         let made = (self.memory).keep_within(guard, &mut chosen, is_gpu, |chosen, watch| {
             let pass = PassConfig {
                 temperature: 1.0,
                 recompute: chosen.recompute,
+                dropout_seed,
             };
+            let pass = pass.of_step(step);
             let mut gradients = decoder.zero_gradients();
             let mut metrics = LossMetrics::default();
             for micro in pack(&batch, chosen.micro_batch_tokens, &loss, totals)? {

@@ -232,6 +232,10 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
     "`trainer.lora_targets` is `[]`; name a projection"
 )]
 #[case(
+    "trainer.lora_dropout=1",
+    "`trainer.lora_dropout` is `1`; make it from 0 to below 1"
+)]
+#[case(
     "trainer.modules_to_save=['lm_head', 'norm']",
     "`trainer.modules_to_save` is `norm`; name `lm_head`, `embed_tokens` or both"
 )]
@@ -335,6 +339,28 @@ fn episodes_that_wait_are_kept_by_one_process_and_need_no_further_draws() {
         let key = other.split('=').next().expect("a key");
         let expected = format!("`rollout.max_step_tokens` is `100`; leave it out: with `{key}`");
         assert!(error.contains(&expected), "{error}");
+    }
+}
+
+#[test]
+fn dropout_is_refused_where_it_would_be_taken_for_something_else() {
+    let dropout = "trainer.lora_dropout=0.1";
+    with(dropout).unwrap();
+    for other in [
+        "model.compute_dtype=bf16",
+        "trainer.sampler_correction=token_truncate",
+        "trainer.off_policy_threshold=0.2",
+        "trainer.async_level=1",
+        "rollout.max_step_tokens=100",
+    ] {
+        let error = message(&RunConfig::from_toml(LEAST, &[dropout, other]).unwrap_err());
+        let key = other.split('=').next().expect("a key");
+        let expected = format!("`trainer.lora_dropout` is `0.1`; make it 0, or leave out `{key}`");
+        assert!(error.contains(&expected), "{error}");
+        // All weights are trained without.
+        if key != "model.compute_dtype" {
+            RunConfig::from_toml(LEAST, &["trainer.mode=full", dropout, other]).unwrap();
+        }
     }
 }
 

@@ -205,6 +205,7 @@ pub(crate) fn interrupt_at(mut command: Command, out: &Path, rows: usize, signal
         "--set", "trainer.dynamic_sampling=true", "--set", "trainer.lr_schedule=cosine",
         "--set", "task.curriculum=pass_rate", "--set", "trainer.use_rslora=true",
         "--set", "trainer.modules_to_save=['lm_head', 'embed_tokens']", "--set", "trainer.beta=0.01",
+        "--set", "trainer.lora_dropout=0.1",
     ],
     "adapter_model.safetensors"
 )]

@@ -18,6 +18,7 @@ use candle_core::{
 
 use super::adapters::RowAdapters;
 use super::decoder::{Decoder, Layer};
+use super::dropout::RowDropout;
 use super::gradients::Gradients;
 use super::linear::{Linear, Lora, Parameter};
 use super::{Adapters, ModelError, PackedBatch};
@@ -141,6 +142,12 @@ impl<'a> Pass<'a> {
             adapters: decoder.row_adapters(batch, adapters)?,
             layout: segment_groups(decoder, batch)?,
         })
+    }
+
+    /// Returns a pass that drops what `dropout` says before adapters.
+    fn dropping(mut self, dropout: Option<RowDropout>) -> Self {
+        self.adapters.dropout = dropout;
+        self
     }
 
     fn embed(&self) -> Result<Tensor, ModelError> {
@@ -417,6 +424,13 @@ pub(super) fn apply(
     if let Some(lora) = &linear.lora
         && adapters.own == Adapters::On
     {
+        let x = match &adapters.dropout {
+            Some(dropout) => {
+                let width = linear.inputs;
+                (&x * dropout.factors(lora.module(), width, x.dtype(), x.device())?)?
+            }
+            None => x,
+        };
         return y + update(lora, &x)?;
     }
     // Rows without an adapter are taken as they are.
@@ -539,6 +553,7 @@ fn segment_group(
 /// What a forward pass keeps: each layer's input, and that of the final norm.
 pub(super) struct ComposedTape {
     inputs: Vec<Tensor>,
+    dropout: Option<RowDropout>,
 }
 
 /// Returns the hidden states `[n, hidden]` and the tape of their backward pass.
@@ -546,8 +561,9 @@ pub(super) fn forward(
     decoder: &Decoder,
     batch: &PackedBatch,
     adapters: Adapters,
+    dropout: Option<RowDropout>,
 ) -> Result<(Tensor, ComposedTape), ModelError> {
-    let pass = Pass::new(decoder, batch, adapters)?;
+    let pass = Pass::new(decoder, batch, adapters)?.dropping(dropout);
     let mut inputs = vec![pass.embed()?.detach()];
     for (index, layer) in decoder.layers().iter().enumerate() {
         let output = pass.layer(layer, &inputs[index])?;
@@ -556,7 +572,8 @@ pub(super) fn forward(
     let hidden = pass
         .norm(&inputs[inputs.len() - 1], decoder.norm())?
         .detach();
-    Ok((hidden, ComposedTape { inputs }))
+    let dropout = pass.adapters.dropout;
+    Ok((hidden, ComposedTape { inputs, dropout }))
 }
 
 /// Adds the gradients of all variables below the hidden states.
@@ -567,7 +584,7 @@ pub(super) fn backward(
     dhidden: &Tensor,
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let pass = Pass::new(decoder, batch, Adapters::On)?;
+    let pass = Pass::new(decoder, batch, Adapters::On)?.dropping(tape.dropout);
     let last = tape
         .inputs
         .pop()

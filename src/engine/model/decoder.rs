@@ -11,6 +11,7 @@ use fs_err as fs;
 use super::adapters::{AdapterId, AdapterLease, AdapterRegistry, RowAdapters};
 use super::composed::{self, ComposedTape};
 use super::cuda::RotaryTable;
+use super::dropout::RowDropout;
 use super::files::io_error;
 use super::fused::{self, FusedRope, FusedTape};
 use super::gradients::Gradients;
@@ -221,6 +222,13 @@ impl Decoder {
         config.validate()?;
         if let Trainable::Lora(lora) = trainable {
             lora.validate()?;
+            if lora.dropout > 0.0 && format == WeightFormat::Bf16Products {
+                return Err(ModelError::Unsupported {
+                    field: "lora_dropout",
+                    found: format!("{} with products in bf16", lora.dropout),
+                    supported: "0 there, where what is multiplied is kept rounded; else below 1",
+                });
+            }
         }
         let stored = weights
             .get(EMBEDDING_WEIGHT)
@@ -561,7 +569,7 @@ impl Decoder {
         match self.kind() {
             Kind::F32 => fused::hidden_tensor(self, fused::hidden::<f32>(self, batch, adapters)?),
             Kind::F64 => fused::hidden_tensor(self, fused::hidden::<f64>(self, batch, adapters)?),
-            Kind::Composed => Ok(composed::forward(self, batch, adapters)?.0),
+            Kind::Composed => Ok(composed::forward(self, batch, adapters, None)?.0),
         }
     }
 
@@ -579,6 +587,22 @@ impl Decoder {
         batch: &PackedBatch,
         recompute: bool,
     ) -> Result<(Tensor, Tape), ModelError> {
+        self.forward_dropping(batch, recompute, None)
+    }
+
+    /// As [`Decoder::forward`]; given a seed, with the dropout of the adapter's configuration before each
+    /// low-rank update. Its masks depend on the seed and on the tokens of each sequence up to a place, and
+    /// not on what else is in the batch.
+    ///
+    /// # Errors
+    ///
+    /// As [`Decoder::forward`].
+    pub fn forward_dropping(
+        &self,
+        batch: &PackedBatch,
+        recompute: bool,
+        dropout_seed: Option<u64>,
+    ) -> Result<(Tensor, Tape), ModelError> {
         self.check(batch)?;
         let adapted = batch.adapters().iter().flatten().count();
         if adapted > 0 {
@@ -589,17 +613,20 @@ impl Decoder {
                 expected: 0,
             });
         }
+        let probability = self.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        let dropout = dropout_seed.filter(|_| probability > 0.0);
+        let dropout = dropout.map(|seed| RowDropout::new(batch, probability, seed));
         let (hidden, kind) = match self.kind() {
             Kind::F32 => {
-                let (hidden, tape) = fused::forward::<f32>(self, batch, recompute)?;
+                let (hidden, tape) = fused::forward::<f32>(self, batch, recompute, dropout)?;
                 (fused::hidden_tensor(self, hidden)?, TapeKind::F32(tape))
             }
             Kind::F64 => {
-                let (hidden, tape) = fused::forward::<f64>(self, batch, recompute)?;
+                let (hidden, tape) = fused::forward::<f64>(self, batch, recompute, dropout)?;
                 (fused::hidden_tensor(self, hidden)?, TapeKind::F64(tape))
             }
             Kind::Composed => {
-                let (hidden, tape) = composed::forward(self, batch, Adapters::On)?;
+                let (hidden, tape) = composed::forward(self, batch, Adapters::On, dropout)?;
                 (hidden, TapeKind::Composed(tape))
             }
         };

@@ -167,6 +167,13 @@ pub(crate) struct Lora {
     pub(crate) scale: f64,
 }
 
+impl Lora {
+    /// Returns a number that no other adapter that is trained has.
+    pub(super) fn module(&self) -> usize {
+        self.a.slot().unwrap_or(usize::MAX)
+    }
+}
+
 /// Returns whether a checkpoint may hold this tensor without need: a tied head may be stored all the
 /// same, and old checkpoints store the rotary table.
 pub(crate) fn is_redundant(name: &str) -> bool {

@@ -55,6 +55,8 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Names of the linear layers, alone or with a path before them; all seven by default.
     pub target_modules: Vec<String>,
+    /// The probability with which each input of an update is dropped while it is trained; 0 by default.
+    pub dropout: f64,
     /// Modules that are trained in full beside the low-rank updates, and saved with them: `lm_head`,
     /// `embed_tokens`; none by default.
     pub modules_to_save: Vec<String>,
@@ -100,6 +102,7 @@ impl Default for LoraConfig {
             alpha: 32.0,
             use_rslora: false,
             target_modules: named_targets(&[ALL_LINEAR]),
+            dropout: 0.0,
             modules_to_save: Vec::new(),
             ensure_weight_tying: false,
         }
@@ -145,6 +148,10 @@ impl LoraConfig {
         }
         if !(self.alpha > 0.0 && self.alpha.is_finite()) {
             return invalid("alpha", format!("{} is not positive", self.alpha));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            let reason = format!("{} is not from 0 to below 1", self.dropout);
+            return invalid("lora_dropout", reason);
         }
         if self.target_modules.is_empty() {
             return invalid(
@@ -220,6 +227,7 @@ struct RawAdapterConfig {
     bias: Option<String>,
     #[serde(default)]
     use_rslora: bool,
+    lora_dropout: Option<f64>,
     modules_to_save: Option<Vec<String>>,
     #[serde(default)]
     ensure_weight_tying: bool,
@@ -371,7 +379,7 @@ impl LoraAdapter {
             "inference_mode": true,
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
-            "lora_dropout": 0.0,
+            "lora_dropout": self.config.dropout,
             "target_modules": self.config.target_modules,
             "bias": "none",
             "fan_in_fan_out": false,
@@ -453,6 +461,7 @@ impl RawAdapterConfig {
             alpha: self.lora_alpha,
             use_rslora: self.use_rslora,
             target_modules,
+            dropout: self.lora_dropout.unwrap_or_default(),
             modules_to_save: self.modules_to_save.unwrap_or_default(),
             ensure_weight_tying: self.ensure_weight_tying,
         };

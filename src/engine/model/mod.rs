@@ -20,6 +20,7 @@ mod composed;
 mod config;
 pub(crate) mod cuda;
 mod decoder;
+mod dropout;
 mod error;
 mod files;
 mod fused;

@@ -188,6 +188,11 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         let bytes = number * GRAPH_NUMBERS_PER_SCORE + 4 * GRAPH_SINGLES_PER_SCORE;
         bytes * all.min((MAX_SCORES as u64).max(longest * longest * share))
     };
+    // What an adapter reads of a layer's inputs, on the way there and back.
+    let dropped = match &request.trainable {
+        Trainable::Lora(config) if config.dropout > 0.0 => 2 * sizes.inner.max(sizes.queries),
+        _ => 0,
+    };
     // On a GPU a number stands beside its gradient, or beside its wider copy.
     let graph = if is_cpu { number } else { number + 4 };
     let vocab = model.vocab_size as u64;
@@ -207,7 +212,7 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
             * (gradient_sums(request) + if request.iterations > 1 { 3 } else { 0 }),
         activations: tokens * number * (layers * sizes.hidden * u64::from(recompute))
             + tokens * number * per_layer * kept_layers,
-        workspace: tokens * graph * (per_layer * again + gradients_of_layer) + scores,
+        workspace: tokens * graph * (per_layer * again + gradients_of_layer + dropped) + scores,
         logits: copies * 4 * chunk.min(tokens) * vocab,
         cache: request.cache_tokens as u64 * number * layers * 2 * sizes.keys,
         program: PROGRAM + if is_cpu { 0 } else { CUDA_CONTEXT },
@@ -339,6 +344,7 @@ fn value_head(hidden: u64, number: u64) -> u64 {
 struct Sizes {
     hidden: u64,
     inner: u64,
+    queries: u64,
     keys: u64,
     /// Numbers that a layer's backward pass reads, a token.
     kept: u64,
@@ -359,6 +365,7 @@ impl Sizes {
         Self {
             hidden,
             inner,
+            queries,
             keys,
             // Input, normed, middle, normed again; queries, keys, values, what attention made of them
             // and its log-sum-exp; gate, up and their product.

@@ -254,6 +254,28 @@ fn modules_beside_an_adapter_count_as_what_is_trained() {
     }
 }
 
+#[test]
+fn what_is_dropped_is_held_beside_what_is_kept() {
+    let model = smollm2_135m();
+    let of = |dropout: f64| {
+        let request = PlanRequest {
+            place: Place::Cpu,
+            dtype: DType::F32,
+            trainable: Trainable::Lora(LoraConfig {
+                dropout,
+                ..LoraConfig::default()
+            }),
+            ..lora_on_gpu()
+        };
+        plan(&model, &request)
+    };
+    let (without, with) = (of(0.0), of(0.1));
+    // Inputs of the widest layer and their gradient, in `f32`.
+    assert_eq!(with.workspace - without.workspace, 4096 * 4 * 2 * 1536);
+    let added = with.training() - without.training();
+    assert_eq!(added, with.workspace - without.workspace);
+}
+
 /// Returns the bytes in `f32` of all that is no matrix.
 fn norms(model: &ModelConfig) -> u64 {
     let vectors = tensor_shapes(model).into_iter().map(|(_, shape)| shape);

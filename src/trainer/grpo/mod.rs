@@ -17,7 +17,9 @@ use super::advantage::{
 use super::batch::{MicroBatch, TrainSequence, pack};
 use super::budget::MicroBatches;
 use super::credit::{Discount, TokenCredit, discounted_returns, generalized_advantages, whiten};
-use super::gradient::{PassConfig, accumulate_actor_critic_gradient, score_micro_batch};
+use super::gradient::{
+    PassConfig, accumulate_actor_critic_gradient, score_dropping, score_micro_batch,
+};
 use super::loss::{LossConfig, LossMetrics, Surrogate};
 use super::memory::{MemoryChange, MemoryGuard, MemoryLog, Watch};
 use super::optim::{AdamW, LrSchedule, UpdateStatistics};
@@ -45,7 +47,7 @@ pub struct GrpoConfig {
     pub reward_kl_coef: f64,
     /// The loss of a token and the mean over a step.
     pub loss: LossConfig,
-    /// How a micro-batch goes through the model; its temperature is the sampler's.
+    /// How a micro-batch goes through the model; its temperature is the sampler's, its seed the run's.
     pub pass: PassConfig,
     /// Tokens of one forward and backward pass.
     pub micro_batch_tokens: usize,
@@ -716,18 +718,27 @@ impl GrpoTrainer {
             }
         }
         let stretches = divide(&sequences, &groups, parts.count);
+        let pass = config.pass.of_step(self.step);
+        let drops = pass.drops(decoder);
         let own_batches = || {
             let mut own = Vec::new();
             for part in parts.own() {
                 let sequences = &sequences[stretches[part].clone()];
                 let budget = config.micro_batch_tokens;
                 let mut micro_batches = pack(sequences, budget, &config.loss, totals)?;
-                if config.recompute_old {
-                    for micro in &mut micro_batches {
-                        let temperature = config.pass.temperature;
-                        let score = || score_micro_batch(decoder, micro, Adapters::On, temperature);
-                        let scores = parts.watch.pass(micro, score)?;
-                        micro.old = scores.logprobs;
+                for micro in &mut micro_batches {
+                    if config.recompute_old || drops {
+                        let (on, temperature) = (Adapters::On, pass.temperature);
+                        let score = || score_micro_batch(decoder, micro, on, temperature);
+                        micro.old = parts.watch.pass(micro, score)?.logprobs;
+                    }
+                    if drops {
+                        // Ratios are those of one mask; whether the sampler computes alike is seen without.
+                        micro.undropped = std::mem::take(&mut micro.old);
+                    }
+                    if drops && config.iterations > 1 {
+                        let score = || score_dropping(decoder, micro, pass);
+                        micro.old = parts.watch.pass(micro, score)?.logprobs;
                     }
                 }
                 own.push(micro_batches);
@@ -750,13 +761,14 @@ impl GrpoTrainer {
     ) -> Result<Pass, TrainerError> {
         let config = &self.config;
         let value_weight = 1.0 / batches.targets.max(1) as f64;
+        let pass = config.pass.of_step(self.step);
         let (gradients, metrics) = parts.gradient(
             decoder,
             &batches.own,
             self.critic.as_mut(),
             |micro, gradients, critic| {
                 let critic = critic.map(|critic| (critic, value_weight));
-                let (loss, pass) = (&config.loss, config.pass);
+                let loss = &config.loss;
                 accumulate_actor_critic_gradient(decoder, micro, loss, pass, gradients, critic)
             },
         )?;

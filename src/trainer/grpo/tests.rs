@@ -67,11 +67,16 @@ fn a_reward_is_shuffled_together_with_its_parts() {
 
 /// A trainer and a toy for it, whose adapter moves what it says.
 fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
+    trainer_with_dropout(config, 0.0)
+}
+
+fn trainer_with_dropout(config: GrpoConfig, dropout: f64) -> (GrpoTrainer, Decoder) {
     let model = toy(ModelType::Llama);
     let weights = random_weights(&model, 3, DType::F32, &Device::Cpu).unwrap();
     let lora = Trainable::Lora(LoraConfig {
         rank: 2,
         alpha: 4.0,
+        dropout,
         ..LoraConfig::default()
     });
     let decoder = Decoder::new(model, weights, &Device::Cpu, &lora, 4).unwrap();
@@ -256,6 +261,18 @@ fn logprobs_now(decoder: &Decoder, episodes: &[Trajectory]) -> Vec<Vec<f64>> {
         .unwrap()
 }
 
+/// Has each episode's tokens sampled at these log-probabilities.
+fn sampled_at(episodes: &mut [Trajectory], sampled: &[Vec<f64>]) {
+    for (episode, logprobs) in episodes.iter_mut().zip(sampled) {
+        #[expect(clippy::cast_possible_truncation, reason = "logits are f32")]
+        let logprobs: Vec<f32> = logprobs.iter().map(|&logprob| logprob as f32).collect();
+        let ids = episode.trace.ids()[2..].to_vec();
+        episode.trace = TokenTrace::new();
+        episode.trace.push_prompt(&[1, 2]).unwrap();
+        episode.trace.push_sampled(&ids, &logprobs).unwrap();
+    }
+}
+
 /// Episodes of a policy, a good one and a bad one, and the same policy some updates later.
 fn off_policy(config: GrpoConfig) -> (GrpoTrainer, Decoder, Vec<Trajectory>) {
     let (mut trainer, decoder) = trainer(config);
@@ -264,14 +281,7 @@ fn off_policy(config: GrpoConfig) -> (GrpoTrainer, Decoder, Vec<Trajectory>) {
         episode(1, &[6, 7], Some(0.0), &[]),
     ];
     let sampled = logprobs_now(&decoder, &episodes);
-    for (episode, logprobs) in episodes.iter_mut().zip(&sampled) {
-        #[expect(clippy::cast_possible_truncation, reason = "logits are f32")]
-        let logprobs: Vec<f32> = logprobs.iter().map(|&logprob| logprob as f32).collect();
-        let ids = episode.trace.ids()[2..].to_vec();
-        episode.trace = TokenTrace::new();
-        episode.trace.push_prompt(&[1, 2]).unwrap();
-        episode.trace.push_sampled(&ids, &logprobs).unwrap();
-    }
+    sampled_at(&mut episodes, &sampled);
     // What is learned meanwhile makes each of them likelier or less likely.
     let other = group(vec![
         episode(0, &[3, 4, 9], Some(0.0), &[]),
@@ -381,4 +391,58 @@ fn a_gradient_that_is_not_applied_changes_nothing() {
         logprobs_now(&twin, &episodes),
         logprobs_now(&decoder, &episodes)
     );
+}
+
+/// With dropout a pass computes other log-probabilities than were sampled. Its ratio is that of one mask to
+/// itself, and whether sampler and trainer agree is seen without dropout.
+#[test]
+fn dropout_moves_neither_the_first_ratio_nor_the_drift() {
+    let run = |dropout: f64, seed: u64, iterations: usize| {
+        let config = GrpoConfig {
+            pass: PassConfig {
+                dropout_seed: Some(seed),
+                ..PassConfig::default()
+            },
+            iterations,
+            max_kl_sample_train: 1e-6,
+            ..config()
+        };
+        let (mut trainer, decoder) = trainer_with_dropout(config, dropout);
+        // A fresh adapter adds nothing, dropped or not.
+        for (name, var) in decoder.variables() {
+            if name.contains("lora_B") {
+                var.set(&var.ones_like().unwrap()).unwrap();
+            }
+        }
+        decoder.mark_updated();
+        let mut steps = Vec::new();
+        for _ in 0..2 {
+            let mut episodes = vec![
+                episode(0, &[3, 4, 5], Some(1.0), &[]),
+                episode(1, &[7, 8], Some(0.0), &[]),
+            ];
+            // As the policy that is being trained samples.
+            let sampled = logprobs_now(&decoder, &episodes);
+            sampled_at(&mut episodes, &sampled);
+            let groups = [group(episodes)];
+            steps.push(trainer.step(&decoder, &groups, &Solo).unwrap());
+        }
+        steps
+    };
+    let without = run(0.0, 1, 1);
+    for iterations in [1, 2] {
+        let with = run(0.3, 1, iterations);
+        for step in &with {
+            assert_eq!((step.ratio_mean, step.kl_sample_train), (1.0, 0.0));
+            assert_eq!(step.logprob_difference_max, 0.0);
+            assert_eq!(step.ratio_max == 1.0, iterations == 1, "{step:?}");
+        }
+        assert_ne!(with[0].grad_norm, without[0].grad_norm);
+        assert_eq!(run(0.3, 1, iterations), with, "the masks are the run's");
+        let other = run(0.3, 2, iterations);
+        assert_ne!(
+            other[0].grad_norm, with[0].grad_norm,
+            "and another run's are others"
+        );
+    }
 }

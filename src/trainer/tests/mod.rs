@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 
-use super::gradient::sequence_terms;
+use super::gradient::{score_dropping, sequence_terms};
 use super::*;
 use crate::engine::model::tests_support::{
     biased_llama, formula, formula_weights, golden, golden_folder, random_tokens, scaled_llama, toy,
@@ -56,6 +56,16 @@ fn lora_with(modules: &[&str], ensure_weight_tying: bool) -> Trainable {
 /// As [`lora`], with head and embedding trained in full, as one where they are one.
 fn lora_and_head() -> Trainable {
     lora_with(&["lm_head", "embed_tokens"], true)
+}
+
+/// As [`lora`], with dropout.
+fn lora_with_dropout() -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 3,
+        alpha: 6.0,
+        dropout: 0.2,
+        ..LoraConfig::default()
+    })
 }
 
 /// A toy whose numbers are large enough for every part to matter.
@@ -164,13 +174,12 @@ fn assert_alike(
 }
 
 /// Returns the loss without any backward pass.
-fn loss(decoder: &Decoder, sequences: &[TrainSequence], temperature: f64) -> f64 {
+fn loss(decoder: &Decoder, sequences: &[TrainSequence], pass: PassConfig) -> f64 {
     let config = loss_config();
     let totals = config.totals(sequences.iter().map(TrainSequence::trainable_tokens));
     let mut loss = 0.0;
     for micro in pack(sequences, usize::MAX, &config, totals).unwrap() {
-        let hidden = decoder.hidden(&micro.batch, Adapters::On).unwrap();
-        let scores = score(decoder, &hidden, &micro.targets, Adapters::On, temperature).unwrap();
+        let scores = score_dropping(decoder, &micro, pass).unwrap();
         for (i, term) in sequence_terms(&micro, &config, &scores.logprobs)
             .into_iter()
             .enumerate()
@@ -195,20 +204,20 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
         lora(),
         lora_and_head(),
         lora_with(&["lm_head"], false),
-        lora_with(&["embed_tokens"], false)
+        lora_with(&["embed_tokens"], false),
+        lora_with_dropout()
     )]
     trainable: Trainable,
 ) {
     let decoder = decoder_of(config, DType::F64, &trainable);
     let sequences = sequences(3);
-    let temperature = 0.8;
     let pass = PassConfig {
-        temperature,
-        recompute: false,
+        temperature: 0.8,
+        dropout_seed: Some(3),
+        ..PassConfig::default()
     };
     let (gradients, metrics) = gradients(&decoder, &sequences, usize::MAX, pass);
-    assert!((metrics.loss - loss(&decoder, &sequences, temperature)).abs() < 1e-12);
-    let step = 1e-5;
+    assert!((metrics.loss - loss(&decoder, &sequences, pass)).abs() < 1e-12);
     for (index, (name, var)) in decoder.variables().iter().enumerate() {
         let gradient = gradients.tensor(index).unwrap().flatten_all().unwrap();
         let gradient = gradient.to_vec1::<f64>().unwrap();
@@ -236,12 +245,14 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
                 var.set(&(&original + (&direction * by).unwrap()).unwrap())
                     .unwrap();
                 decoder.mark_updated();
-                loss(&decoder, &sequences, temperature)
+                loss(&decoder, &sequences, pass)
             };
-            let slope = (at(step) - at(-step)) / (2.0 * step);
+            // Where attention is sharp, a loss bends within the longer step.
+            let slopes = [1e-5, 1e-6].map(|step| (at(step) - at(-step)) / (2.0 * step));
+            let bound = 1e-8 + 1e-5 * expected.abs();
             assert!(
-                (slope - expected).abs() < 1e-8 + 1e-5 * expected.abs(),
-                "{name}: {slope} {expected}"
+                slopes.iter().any(|slope| (slope - expected).abs() < bound),
+                "{name}: {slopes:?} {expected}"
             );
         }
         var.set(&original).unwrap();
@@ -251,15 +262,19 @@ fn every_trainable_tensor_has_the_gradient_of_finite_differences(
 
 #[rstest]
 fn micro_batches_and_recomputation_do_not_change_the_gradient(
-    #[values(Trainable::Full, lora(), lora_and_head())] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head(), lora_with_dropout())] trainable: Trainable,
 ) {
     let decoder = decoder(ModelType::Qwen3, DType::F64, &trainable);
     let sequences = sequences(8);
-    let (whole, metrics) = gradients(&decoder, &sequences, usize::MAX, PassConfig::default());
+    let pass = PassConfig {
+        dropout_seed: Some(7),
+        ..PassConfig::default()
+    };
+    let (whole, metrics) = gradients(&decoder, &sequences, usize::MAX, pass);
     for budget in [1, 12, 25] {
         let pass = PassConfig {
             recompute: budget == 12,
-            ..PassConfig::default()
+            ..pass
         };
         let (split, found) = gradients(&decoder, &sequences, budget, pass);
         assert!((found.loss - metrics.loss).abs() < 1e-12);
@@ -365,6 +380,7 @@ fn what_was_sampled_is_what_is_trained_on(
             let pass = PassConfig {
                 recompute,
                 temperature: 0.8,
+                ..PassConfig::default()
             };
             let metrics =
                 accumulate_policy_gradient(&decoder, &micro, &config, pass, &mut gradients)
@@ -434,6 +450,7 @@ fn the_composed_head_agrees_with_the_fused_one(
     let pass = PassConfig {
         temperature: 1.3,
         recompute: false,
+        ..PassConfig::default()
     };
     let (found, found_metrics) = gradients(&composed, &sequences, 20, pass);
     let (expected, metrics) = gradients(&fused, &sequences, 20, pass);

@@ -176,6 +176,11 @@ fn three_steps(
     ..config()
 })]
 #[case::with_values(lora(), gae())]
+#[case::with_dropout(lora_with_dropout(), GrpoConfig {
+    pass: PassConfig { dropout_seed: Some(5), ..PassConfig::default() },
+    iterations: 2,
+    ..config()
+})]
 fn a_step_has_the_same_bits_for_any_number_of_processes(
     #[case] trainable: Trainable,
     #[case] config: GrpoConfig,

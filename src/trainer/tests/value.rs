@@ -52,7 +52,10 @@ fn losses(decoder: &Decoder, head: &ValueHead, sequences: &[TrainSequence]) -> (
             tokens += 1;
         }
     }
-    (loss(decoder, sequences, 1.0), value_sum / f64::from(tokens))
+    (
+        loss(decoder, sequences, PassConfig::default()),
+        value_sum / f64::from(tokens),
+    )
 }
 
 #[rstest]

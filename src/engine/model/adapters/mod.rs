@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use super::dropout::RowDropout;
 use super::linear::{Linear, Lora};
 use super::{Adapters, ModelError, PackedBatch};
 
@@ -138,7 +139,8 @@ impl AdapterRegistry {
                 _ => runs.push((segment.clone(), self.lease(*id)?)),
             }
         }
-        Ok(RowAdapters { own, runs })
+        let dropout = None;
+        Ok(RowAdapters { own, dropout, runs })
     }
 }
 
@@ -147,6 +149,8 @@ impl AdapterRegistry {
 pub(super) struct RowAdapters {
     /// Whether the model's own adapter is on, the one that is trained.
     pub(super) own: Adapters,
+    /// What is dropped before it.
+    pub(super) dropout: Option<RowDropout>,
     /// Rows with an adapter from beside the base, in order. A model with an adapter of its own has
     /// none.
     runs: Vec<(Range<usize>, AdapterLease)>,
@@ -161,7 +165,17 @@ impl RowAdapters {
         });
         Self {
             own: self.own,
+            dropout: (self.dropout.as_ref()).map(|dropout| dropout.part(part.clone())),
             runs: runs.collect(),
+        }
+    }
+
+    /// Returns the base alone.
+    pub(super) fn none() -> Self {
+        Self {
+            own: Adapters::Off,
+            dropout: None,
+            runs: Vec::new(),
         }
     }
 

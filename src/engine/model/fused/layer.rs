@@ -399,7 +399,14 @@ fn feed_forward_backward<T: FusedReal>(
         low: down_low.as_deref(),
         dy: &doutput,
     };
-    linear::backward([down], &product, rows, &mut dproduct, gradients)?;
+    linear::backward(
+        [down],
+        &product,
+        rows,
+        &pass.adapters,
+        &mut dproduct,
+        gradients,
+    )?;
     swiglu_backward(&mut gate, &mut up, &dproduct);
     let mut dnormed = vec![T::ZERO; normed.len()];
     let both = [
@@ -411,7 +418,7 @@ fn feed_forward_backward<T: FusedReal>(
         low: low.as_deref(),
         dy,
     });
-    linear::backward(both, &normed, rows, &mut dnormed, gradients)?;
+    linear::backward(both, &normed, rows, &pass.adapters, &mut dnormed, gradients)?;
     norm_backward(
         pass,
         &layer.post_norm,
@@ -447,7 +454,14 @@ fn attention_backward<T: FusedReal>(
         low: output_low.as_deref(),
         dy: &dmiddle,
     };
-    linear::backward([out], &attended.output, rows, &mut dattended, gradients)?;
+    linear::backward(
+        [out],
+        &attended.output,
+        rows,
+        &pass.adapters,
+        &mut dattended,
+        gradients,
+    )?;
     let source = PackedKeyValues {
         keys: &projected.keys,
         values: &projected.values,
@@ -497,7 +511,14 @@ fn attention_backward<T: FusedReal>(
         low: low.as_deref(),
         dy,
     });
-    linear::backward(three, &normed, rows, &mut dnormed, gradients)?;
+    linear::backward(
+        three,
+        &normed,
+        rows,
+        &pass.adapters,
+        &mut dnormed,
+        gradients,
+    )?;
     norm_backward(
         pass,
         &layer.input_norm,

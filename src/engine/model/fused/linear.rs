@@ -8,6 +8,7 @@ use super::super::linear::{Linear, Lora, Parameter};
 use super::super::ops::{
     self, Matrix, Orientation, PackedRows, Panels, Product, Real, Term, Values, Write, matmul,
 };
+use super::dropout;
 
 /// Writes or adds `x W^T + b + scale * (x A^T) B^T` to `y` for each layer and its `y`, and returns each
 /// one's `x A^T` if the model has an adapter of its own there.
@@ -19,6 +20,9 @@ pub(super) fn forward<T: Real, const N: usize>(
     write: Write,
     mut y: [&mut [T]; N],
 ) -> Result<[Option<Vec<T>>; N], ModelError> {
+    if let (Adapters::On, Some(dropout)) = (adapters.own, &adapters.dropout) {
+        return dropout::forward(linears, x, rows, dropout, write, y);
+    }
     let mut low = [const { None }; N];
     let mut weights = Vec::with_capacity(N);
     for (linear, low) in linears.iter().zip(&mut low) {
@@ -61,13 +65,19 @@ pub(super) fn forward<T: Real, const N: usize>(
 }
 
 /// Adds `scale * low B^T` to `y`.
-fn add_update<T: Real>(lora: &Lora, low: &[T], rows: usize, y: &mut [T]) -> Result<(), ModelError> {
+pub(super) fn add_update<T: Real>(
+    lora: &Lora,
+    low: &[T],
+    rows: usize,
+    y: &mut [T],
+) -> Result<(), ModelError> {
     let b = lora.b.panels::<T>()?;
     ops::linear(T::from_f64(lora.scale), low, rows, &b, Write::Add, y);
     Ok(())
 }
 
 /// A layer on its way back.
+#[derive(Clone, Copy)]
 pub(super) struct Returning<'a, T> {
     pub(super) linear: &'a Linear,
     /// What [`forward`] returned.
@@ -81,9 +91,13 @@ pub(super) fn backward<T: GradientReal, const N: usize>(
     layers: [Returning<'_, T>; N],
     x: &[T],
     rows: usize,
+    adapters: &RowAdapters,
     dx: &mut [T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
+    if let Some(dropout) = &adapters.dropout {
+        return dropout::backward(layers, x, rows, dropout, dx, gradients);
+    }
     let mut products = Vec::with_capacity(2 * N);
     for Returning { linear, low, dy } in layers {
         let (inputs, outputs) = (linear.inputs, linear.outputs);
@@ -216,7 +230,15 @@ mod tests {
             low: low.as_deref(),
             dy: &dy,
         };
-        backward([returning], &x, 1, &mut dx, &mut gradients).unwrap();
+        backward(
+            [returning],
+            &x,
+            1,
+            &RowAdapters::none(),
+            &mut dx,
+            &mut gradients,
+        )
+        .unwrap();
         let read = |index: usize| {
             gradients
                 .tensor(index)

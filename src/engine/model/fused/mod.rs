@@ -6,6 +6,7 @@
 //! weights cost no more than their part of the chain rule. The plain-tensor twin in
 //! [`composed`](super::composed) differentiates through candle and must give the same numbers.
 
+mod dropout;
 mod layer;
 mod linear;
 
@@ -15,6 +16,7 @@ use candle_core::DType;
 
 use super::adapters::RowAdapters;
 use super::decoder::Decoder;
+use super::dropout::RowDropout;
 use super::gradients::{GradientReal, Gradients};
 use super::ops::{self, Real, RopeTable, Values, into_tensor};
 use super::{Adapters, ModelConfig, ModelError, PackedBatch};
@@ -26,6 +28,7 @@ pub(super) struct FusedTape<T: Real> {
     layers: Vec<LayerTape<T>>,
     /// Input of the final norm, `[n, hidden]`.
     last: Vec<T>,
+    dropout: Option<RowDropout>,
 }
 
 /// The number types that this pass is written for.
@@ -98,6 +101,17 @@ impl<'a, T: FusedReal> Pass<'a, T> {
         })
     }
 
+    /// Returns a pass of training, which drops what `dropout` says.
+    fn of_training(
+        decoder: &'a Decoder,
+        batch: &'a PackedBatch,
+        dropout: Option<RowDropout>,
+    ) -> Result<Self, ModelError> {
+        let mut pass = Self::new(decoder, batch, Adapters::On)?;
+        pass.adapters.dropout = dropout;
+        Ok(pass)
+    }
+
     fn embed(&self) -> Result<Vec<T>, ModelError> {
         let width = self.decoder.config().hidden_size;
         let mut x = vec![T::ZERO; self.batch.len() * width];
@@ -157,16 +171,18 @@ pub(super) fn forward<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     recompute: bool,
+    dropout: Option<RowDropout>,
 ) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
-    on_first_thread(|| forward_in_pool(decoder, batch, recompute))
+    on_first_thread(|| forward_in_pool(decoder, batch, recompute, dropout))
 }
 
 fn forward_in_pool<T: FusedReal>(
     decoder: &Decoder,
     batch: &PackedBatch,
     recompute: bool,
+    dropout: Option<RowDropout>,
 ) -> Result<(Vec<T>, FusedTape<T>), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
+    let pass = Pass::<T>::of_training(decoder, batch, dropout)?;
     let keep = if recompute { Keep::Input } else { Keep::All };
     let mut x = pass.embed()?;
     let mut layers = Vec::with_capacity(decoder.layers().len());
@@ -176,7 +192,12 @@ fn forward_in_pool<T: FusedReal>(
         x = y;
     }
     let hidden = pass.final_norm(&x)?;
-    Ok((hidden, FusedTape { layers, last: x }))
+    let tape = FusedTape {
+        layers,
+        last: x,
+        dropout: pass.adapters.dropout,
+    };
+    Ok((hidden, tape))
 }
 
 /// Adds the gradients of all variables below the hidden states.
@@ -197,7 +218,7 @@ fn backward_in_pool<T: FusedReal>(
     dhidden: &[T],
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
-    let pass = Pass::<T>::new(decoder, batch, Adapters::On)?;
+    let pass = Pass::<T>::of_training(decoder, batch, tape.dropout)?;
     let eps = decoder.config().rms_norm_eps;
     let mut dx = vec![T::ZERO; tape.last.len()];
     {

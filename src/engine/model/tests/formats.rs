@@ -164,6 +164,17 @@ fn what_has_no_frozen_matrices_is_refused(
         WeightFormat::Int8 => "unsupported `dtype`: `int8` with ",
         _ => "unsupported `compute_dtype`: `bf16` with ",
     };
+    if format == WeightFormat::Bf16Products {
+        let config = toy(ModelType::Qwen3);
+        let weights = random_weights(&config, 1, DType::F32, &Device::Cpu).unwrap();
+        let dropping = lora_with_dropout();
+        let error = Decoder::with_format(config, weights, &Device::Cpu, &dropping, 2, format);
+        let message = error.unwrap_err().to_string();
+        assert!(
+            message.starts_with("unsupported `lora_dropout`: 0.3 with products in bf16"),
+            "{message}"
+        );
+    }
     for (dtype, trainable, part) in [
         (DType::F32, Trainable::Full, "training of all weights"),
         (DType::F64, Trainable::Frozen, "float64"),

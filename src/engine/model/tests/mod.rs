@@ -80,6 +80,15 @@ fn lora_and_head(ensure_weight_tying: bool) -> Trainable {
     })
 }
 
+fn lora_with_dropout() -> Trainable {
+    Trainable::Lora(LoraConfig {
+        rank: 3,
+        alpha: 6.0,
+        dropout: 0.3,
+        ..LoraConfig::default()
+    })
+}
+
 pub(super) fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
     tensor.to_dtype(DType::F64).unwrap().to_vec2().unwrap()
 }
@@ -388,7 +397,13 @@ fn both_back_ends_agree(
         scaled_llama()
     )]
     config: ModelConfig,
-    #[values(Trainable::Full, lora(), lora_and_head(false), lora_and_head(true))]
+    #[values(
+        Trainable::Full,
+        lora(),
+        lora_and_head(false),
+        lora_and_head(true),
+        lora_with_dropout()
+    )]
     trainable: Trainable,
 ) {
     let fused = build(config.clone(), DType::F64, &trainable, true);
@@ -403,12 +418,16 @@ fn both_back_ends_agree(
     let dhidden: Vec<f64> = (0..13 * 12).map(|i| (i as f64 * 0.37).sin()).collect();
     let dhidden = Tensor::from_vec(dhidden, (13, 12), &Device::Cpu).unwrap();
     let gradients = |decoder: &Decoder| {
-        let (_, tape) = decoder.forward(&batch, false).unwrap();
+        let (hidden, tape) = decoder.forward_dropping(&batch, false, Some(9)).unwrap();
         let mut gradients = decoder.zero_gradients();
         decoder.backward(tape, &dhidden, &mut gradients).unwrap();
-        gradients
+        (gradients, rows(&hidden))
     };
-    let (found, expected) = (gradients(&fused), gradients(&composed));
+    let ((found, hidden), (expected, expected_hidden)) = (gradients(&fused), gradients(&composed));
+    assert_close(&hidden, &expected_hidden, 1e-11);
+    let undropped = rows(&fused.hidden(&batch, Adapters::On).unwrap());
+    let is_dropped = fused.lora().is_some_and(|lora| lora.dropout > 0.0);
+    assert_eq!(hidden != undropped, is_dropped);
     assert_eq!(found.len(), expected.len());
     for index in 0..found.len() {
         if found.name(index) == "lm_head.weight" {
@@ -507,13 +526,16 @@ fn both_back_ends_decode_alike(
 #[rstest]
 fn recomputation_gives_the_same_gradient_bits(
     #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
-    #[values(Trainable::Full, lora(), lora_and_head(true))] trainable: Trainable,
+    #[values(Trainable::Full, lora(), lora_and_head(true), lora_with_dropout())]
+    trainable: Trainable,
 ) {
     let decoder = decoder(kind, DType::F32, &trainable);
     let batch = PackedBatch::from_sequences([random_tokens(30, 19, 1), random_tokens(7, 19, 2)]);
     let dhidden = Tensor::ones((37, 12), DType::F32, &Device::Cpu).unwrap();
     let gradients = |recompute: bool| {
-        let (_, tape) = decoder.forward(&batch, recompute).unwrap();
+        let (_, tape) = decoder
+            .forward_dropping(&batch, recompute, Some(4))
+            .unwrap();
         let mut gradients = decoder.zero_gradients();
         decoder.backward(tape, &dhidden, &mut gradients).unwrap();
         gradients
