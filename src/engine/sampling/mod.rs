@@ -282,6 +282,8 @@ fn keep(weights: &[f32], params: &SamplingParams) -> Vec<usize> {
         kept.select_nth_unstable_by(params.top_k, best_first);
         kept.truncate(params.top_k);
     }
+    // What a guide or a bias excludes is not kept where `top_k` leaves more than there is.
+    kept.retain(|&token| weights[token] > 0.0);
     kept.sort_unstable_by(best_first);
     if params.top_p < 1.0 {
         let mass: f64 = kept.iter().map(|&token| f64::from(weights[token])).sum();

@@ -260,6 +260,14 @@ fn the_likeliest_tokens_come_best_first_and_only_if_they_could_be_drawn() {
         ..SamplingParams::default()
     };
     assert_eq!(tokens(cut), [0, 1]);
+    // `top_k` leaves more than there is.
+    let excluded = SamplingParams {
+        top_k: 3,
+        min_new_tokens: 1,
+        stop_token_ids: vec![0, 1],
+        ..SamplingParams::default()
+    };
+    assert_eq!(tokens(excluded), [2, 3]);
 }
 
 #[rstest]
