@@ -15,6 +15,9 @@ use super::sampling::{History, Row, Sampled, unit_interval};
 use super::text_stream::{StopText, TextStream};
 use super::{EngineError, SamplingParams, SequenceSeed, TokenLogprob, Tokenizer};
 
+/// Most tokens that reasoning which has used its budget may still get where it must not end within a
+/// character: one has four bytes at most.
+const MAX_LATE_TOKENS: usize = 3;
 /// How far from its end a prompt is looked through for a mark of reasoning.
 const THINKING_TAIL: usize = 4;
 
@@ -401,15 +404,23 @@ impl Sequence {
         }
     }
 
-    /// Returns the tokens that end reasoning which has used its budget, if it has.
+    /// Returns the tokens that end reasoning which has used its budget, if it has. A guide admits them not
+    /// within a character.
     fn close_thinking(&mut self) -> Vec<u32> {
-        match (&self.params.thinking, self.turn.thinking) {
-            (Some(budget), Some(tokens)) if tokens >= budget.max_tokens => {
-                self.turn.thinking = None;
-                budget.close_token_ids.clone()
-            }
-            _ => Vec::new(),
+        let (Some(budget), Some(tokens)) = (&self.params.thinking, self.turn.thinking) else {
+            return Vec::new();
+        };
+        if tokens < budget.max_tokens {
+            return Vec::new();
         }
+        if let (Some(guide), Some(&first)) = (&mut self.guide, budget.close_token_ids.first())
+            && tokens < budget.max_tokens.saturating_add(MAX_LATE_TOKENS)
+            && !guide.admits(first)
+        {
+            return Vec::new();
+        }
+        self.turn.thinking = None;
+        budget.close_token_ids.clone()
     }
 
     /// Appends tokens that were not sampled, and begins the next turn behind them.
