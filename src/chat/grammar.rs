@@ -4,12 +4,16 @@
 //! model, `<tool_call>` and `<think>`, stand in them as tokens, so the same characters inside a string
 //! end nothing.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value, json};
 
+use super::schema::{Document, SchemaError, Schemas, Written, is_keyword};
 use super::tool_parser::{
-    FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, THINK, THINK_END, TOOL_CALL, TOOL_CALL_END,
+    FUNCTION, FUNCTION_END, MAX_TOOL_CALLS, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END,
+    is_element_name,
 };
-use super::{ToolCallFormat, ToolSpec};
+use super::{THINK, THINK_END, ToolCallFormat, ToolSpec};
 
 /// Blanks between the parts of JSON. A small model that may write blanks for ever does.
 const BLANKS: &str = "[ \\n]{1,16}";
@@ -27,6 +31,8 @@ pub enum AnswerShape<'a> {
         is_strict: bool,
         /// Tools of which the answer may be a call instead.
         tools: &'a [ToolSpec],
+        /// Whether it may be more than one call.
+        allows_many: bool,
     },
     /// Calls of these tools, one at least, and nothing else.
     Calls {
@@ -39,6 +45,8 @@ pub enum AnswerShape<'a> {
     TextAndCalls {
         /// The tools.
         tools: &'a [ToolSpec],
+        /// Whether there may be more than one call.
+        allows_many: bool,
     },
 }
 
@@ -64,38 +72,52 @@ pub struct AnswerGrammar<'a> {
 
 impl AnswerGrammar<'_> {
     /// Returns whether calls can be told from text while an answer is written, which
-    /// [`AnswerShape::TextAndCalls`] needs: where the mark of a call is one token.
+    /// [`AnswerShape::TextAndCalls`] needs: where each begins with a mark that is one token. Llama's may
+    /// begin with none.
     pub fn tells_calls_from_text(&self) -> bool {
-        (self.token_id)(self.format.opening_mark()).is_some()
+        match self.format {
+            ToolCallFormat::Hermes | ToolCallFormat::QwenXml => {
+                (self.token_id)(self.format.opening_mark()).is_some()
+            }
+            ToolCallFormat::Llama3 => false,
+        }
     }
 
     /// Returns the grammar of an answer.
-    pub fn write(&self, shape: &AnswerShape<'_>, reasoning: AnswerReasoning) -> String {
+    ///
+    /// # Errors
+    ///
+    /// Fails if a schema refers to something that is not there, is more than a limit, or has what cannot
+    /// be written in calls of this format.
+    pub fn write(
+        &self,
+        shape: &AnswerShape<'_>,
+        reasoning: AnswerReasoning,
+    ) -> Result<String, SchemaError> {
         let mut rules = Rules::default();
         let answer = match shape {
             AnswerShape::Json {
                 schema,
                 is_strict,
                 tools,
+                allows_many,
             } => {
-                rules.add("json", &json_rule(schema, *is_strict));
+                let standalone = rules.schemas.add(&Document::new(schema), schema)?;
+                rules.add("json", &json_rule(standalone, *is_strict));
                 if tools.is_empty() {
                     "json".to_owned()
                 } else {
-                    let call = self.call(tools, &mut rules);
-                    rules.add("call", &call);
-                    format!("json | {}", self.calls(true))
+                    format!("json | {}", self.calls(tools, *allows_many, &mut rules)?)
                 }
             }
             AnswerShape::Calls { tools, allows_many } => {
-                let call = self.call(tools, &mut rules);
-                rules.add("call", &call);
-                self.calls(*allows_many).to_owned()
+                self.calls(tools, *allows_many, &mut rules)?
             }
-            AnswerShape::TextAndCalls { tools } => {
-                let call = self.call(tools, &mut rules);
-                rules.add("call", &call);
-                format!("({TEXT})? ({})?", self.calls(true))
+            AnswerShape::TextAndCalls { tools, allows_many } => {
+                format!(
+                    "({TEXT})? ({})?",
+                    self.calls(tools, *allows_many, &mut rules)?
+                )
             }
         };
         rules.add("answer", &answer);
@@ -112,46 +134,42 @@ impl AnswerGrammar<'_> {
             }
             _ => "answer".to_owned(),
         };
-        format!("start: {start}\n{}", rules.text)
+        Ok(format!("start: {start}\n{}", rules.text))
     }
 
-    fn calls(&self, allows_many: bool) -> &'static str {
-        match self.format {
-            ToolCallFormat::Hermes | ToolCallFormat::QwenXml if allows_many => {
-                r#"call ("\n" call)*"#
-            }
-            // A turn of Llama's is one call.
-            ToolCallFormat::Hermes | ToolCallFormat::QwenXml | ToolCallFormat::Llama3 => "call",
+    /// Returns what calls of any of the tools look like.
+    fn calls(
+        &self,
+        tools: &[ToolSpec],
+        allows_many: bool,
+        rules: &mut Rules,
+    ) -> Result<String, SchemaError> {
+        let mut names = Vec::with_capacity(tools.len());
+        for (at, tool) in tools.iter().enumerate() {
+            let rule = match self.format {
+                ToolCallFormat::Hermes => json_call(tool, "arguments", rules)?,
+                ToolCallFormat::Llama3 => json_call(tool, "parameters", rules)?,
+                ToolCallFormat::QwenXml => xml_call(at, tool, rules)?,
+            };
+            names.push(format!("call_{at}"));
+            rules.add(&names[at], &rule);
         }
-    }
-
-    /// Returns what one call of any of the tools looks like.
-    fn call(&self, tools: &[ToolSpec], rules: &mut Rules) -> String {
-        match self.format {
-            ToolCallFormat::Hermes => format!(
-                r#"{} "\n" {} "\n" {}"#,
+        let any = names.join(" | ");
+        let call = match self.format {
+            ToolCallFormat::Llama3 => any,
+            ToolCallFormat::Hermes | ToolCallFormat::QwenXml => format!(
+                r#"{} "\n" ({any}) "\n" {}"#,
                 self.mark(TOOL_CALL),
-                json_rule(&call_schema(tools, "arguments"), false),
                 self.mark(TOOL_CALL_END),
             ),
-            ToolCallFormat::Llama3 => json_rule(&call_schema(tools, "parameters"), false),
-            ToolCallFormat::QwenXml => {
-                let calls: Vec<String> = (tools.iter().enumerate())
-                    .map(|(at, tool)| {
-                        let arguments = xml_arguments(at, tool, rules);
-                        let begin = literal(&format!("\n{FUNCTION}{}>\n", tool.name));
-                        format!("{begin} {arguments}")
-                    })
-                    .collect();
-                format!(
-                    "{} ({}) {} {}",
-                    self.mark(TOOL_CALL),
-                    calls.join(" | "),
-                    literal(&format!("{FUNCTION_END}\n")),
-                    self.mark(TOOL_CALL_END),
-                )
-            }
-        }
+        };
+        rules.add("call", &call);
+        let is_alone = self.format == ToolCallFormat::Llama3 || !allows_many;
+        Ok(if is_alone {
+            "call".to_owned()
+        } else {
+            format!(r#"call ("\n" call){{0,{}}}"#, MAX_TOOL_CALLS - 1)
+        })
     }
 
     fn mark(&self, mark: &str) -> String {
@@ -159,9 +177,11 @@ impl AnswerGrammar<'_> {
     }
 }
 
+/// Rules of a grammar, and the schemas that are in them.
 #[derive(Default)]
 struct Rules {
     text: String,
+    schemas: Schemas,
 }
 
 impl Rules {
@@ -173,101 +193,120 @@ impl Rules {
     }
 }
 
-/// Returns the arguments of a call in XML: in the schema's order, each once, those that are not required
+/// Returns a call as JSON, whose arguments stand under `key`. Each tool has a schema of its own, so that
+/// some can be strict and no two share definitions.
+fn json_call(tool: &ToolSpec, key: &str, rules: &mut Rules) -> Result<String, SchemaError> {
+    let schema = parameters(tool);
+    let mut arguments = rules.schemas.add(&Document::new(&schema), &schema)?;
+    let mut definitions = None;
+    if let Some(fields) = arguments.as_object_mut() {
+        definitions = fields.remove("$defs");
+        if !fields.contains_key("$ref") {
+            fields.entry("type").or_insert_with(|| json!("object"));
+        }
+    }
+    let mut call = json!({
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": false,
+    });
+    if let Some(definitions) = definitions {
+        call["$defs"] = definitions;
+    }
+    Ok(json_rule(call, is_strict(tool)))
+}
+
+/// Returns a call in XML: its arguments in the schema's order, each once, those that are not required
 /// perhaps not.
-fn xml_arguments(tool_at: usize, tool: &ToolSpec, rules: &mut Rules) -> String {
-    let schema = tool.parameters.as_ref();
-    let properties = schema
-        .and_then(|schema| schema.get("properties")?.as_object())
-        .cloned()
-        .unwrap_or_default();
-    let required = schema.and_then(|schema| schema.get("required")?.as_array());
-    let is_required = |name: &str| {
-        required.is_some_and(|names| names.iter().any(|known| known.as_str() == Some(name)))
+fn xml_call(tool_at: usize, tool: &ToolSpec, rules: &mut Rules) -> Result<String, SchemaError> {
+    let spelled = |name: &str| {
+        let unwritable = || SchemaError::UnwritableName {
+            name: name.chars().take(200).collect(),
+        };
+        is_element_name(name).then_some(()).ok_or_else(unwritable)
     };
+    spelled(&tool.name)?;
+    let (schema, none, anything) = (parameters(tool), Map::new(), Value::Bool(true));
+    let document = Document::new(&schema);
+    let top = document.top().unwrap_or(&none);
+    if is_strict(tool) {
+        let unenforced = top.keys().find(|key| !is_enforced_at_the_top(key));
+        if let Some(keyword) = unenforced {
+            return Err(SchemaError::NotEnforced {
+                keyword: keyword.chars().take(200).collect(),
+            });
+        }
+    }
+    let properties = top
+        .get("properties")
+        .and_then(Value::as_object)
+        .unwrap_or(&none);
+    let required = top.get("required").and_then(Value::as_array);
+    let required: BTreeSet<&str> = required
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect();
+    let undescribed = required
+        .iter()
+        .filter(|name| !properties.contains_key(**name));
+    let all = properties
+        .iter()
+        .map(|(name, property)| (name.as_str(), property))
+        .chain(undescribed.map(|name| (*name, &anything)));
     let end = literal(&format!("\n{PARAMETER_END}\n"));
-    let mut arguments = Vec::new();
-    for (at, (name, property)) in properties.iter().enumerate() {
-        let begin = literal(&format!("{PARAMETER}{name}>\n"));
-        let argument = format!("argument_{tool_at}_{at}");
-        // Text stands there as it is, and all else as JSON.
-        let value = match (property.get("type"), property.get("enum")) {
-            (Some(Value::String(kind)), Some(Value::Array(values))) if kind == "string" => {
-                let values = values.iter().filter_map(Value::as_str).map(literal);
-                format!("({}) {end}", values.collect::<Vec<_>>().join(" | "))
+    let mut rule = literal(&format!("{FUNCTION}{}>\n", tool.name));
+    for (at, (name, property)) in all.enumerate() {
+        spelled(name)?;
+        let standalone = rules.schemas.add(&document, property)?;
+        let value = match document.written(property) {
+            Written::Text {
+                choices: Some(choices),
+            } => {
+                let choices: Vec<String> = choices.into_iter().map(literal).collect();
+                format!("({}) {end}", choices.join(" | "))
             }
-            (Some(Value::String(kind)), _) if kind == "string" => {
+            Written::Text { choices: None } => {
                 let text = format!("text_{tool_at}_{at}");
                 rules.add(&format!("{text}[suffix={end}]"), "/(.|\\n)*/");
                 text
             }
-            _ => format!("{} {end}", json_rule(&rooted(property, schema), false)),
+            Written::Json(_) => format!("{} {end}", json_rule(standalone, is_strict(tool))),
         };
+        let argument = format!("argument_{tool_at}_{at}");
+        let begin = literal(&format!("{PARAMETER}{name}>\n"));
         rules.add(&argument, &format!("{begin} {value}"));
-        let mark = if is_required(name) { "" } else { "?" };
-        arguments.push(format!("{argument}{mark}"));
+        let mark = if required.contains(name) { "" } else { "?" };
+        rule.push(' ');
+        rule.push_str(&argument);
+        rule.push_str(mark);
     }
-    arguments.join(" ")
+    rule.push(' ');
+    rule.push_str(&literal(FUNCTION_END));
+    Ok(rule)
 }
 
-/// Returns the schema of one property with the definitions of the whole beside it, which it may refer to.
-fn rooted(property: &Value, schema: Option<&Value>) -> Value {
-    let mut rooted = property.clone();
-    if let (Some(fields), Some(schema)) = (rooted.as_object_mut(), schema) {
-        for key in ["$defs", "definitions"] {
-            if let Some(definitions) = schema.get(key) {
-                fields.entry(key).or_insert_with(|| definitions.clone());
-            }
-        }
-    }
-    rooted
+/// Returns whether calls in XML keep to a keyword of the arguments as a whole: no others are written than
+/// those that the schema names.
+fn is_enforced_at_the_top(key: &str) -> bool {
+    let is_kept = ["type", "properties", "required", "additionalProperties"].contains(&key);
+    is_kept || !is_keyword(key)
 }
 
-/// Returns the schema of a call of one of the tools, whose arguments stand under `key`.
-fn call_schema(tools: &[ToolSpec], key: &str) -> Value {
-    let mut definitions = Map::new();
-    let calls: Vec<Value> = tools
-        .iter()
-        .map(|tool| {
-            let mut parameters = tool
-                .parameters
-                .clone()
-                .unwrap_or_else(|| json!({"type": "object"}));
-            // `#/$defs/…` is looked for at the root of the whole, so tools share the names there.
-            if let Some(fields) = parameters.as_object_mut() {
-                for name in ["$defs", "definitions"] {
-                    if let Some(Value::Object(own)) = fields.remove(name) {
-                        let all = definitions.entry(name).or_insert_with(|| json!({}));
-                        if let Some(all) = all.as_object_mut() {
-                            all.extend(own);
-                        }
-                    }
-                }
-                fields.entry("type").or_insert_with(|| json!("object"));
-            }
-            json!({
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, key: parameters},
-                "required": ["name", key],
-                "additionalProperties": false,
-            })
-        })
-        .collect();
-    let mut schema = definitions;
-    match <[Value; 1]>::try_from(calls) {
-        Ok([Value::Object(call)]) => schema.extend(call),
-        Ok(_) => unreachable!("calls are objects"),
-        Err(calls) => {
-            schema.insert("anyOf".to_owned(), Value::from(calls));
-        }
-    }
-    Value::Object(schema)
+fn parameters(tool: &ToolSpec) -> Value {
+    let anything = || json!({"type": "object"});
+    tool.parameters.clone().unwrap_or_else(anything)
+}
+
+fn is_strict(tool: &ToolSpec) -> bool {
+    tool.extra.get("strict") == Some(&Value::Bool(true))
 }
 
 /// Returns the rule of JSON of a schema.
-fn json_rule(schema: &Value, is_strict: bool) -> String {
+fn json_rule(schema: Value, is_strict: bool) -> String {
     let mut schema = match schema {
-        Value::Object(fields) => fields.clone(),
+        Value::Object(fields) => fields,
         // `true` admits anything, and what is no schema is told by who compiles it.
         Value::Bool(true) => Map::new(),
         other => return format!("%json {other}"),
@@ -276,9 +315,14 @@ fn json_rule(schema: &Value, is_strict: bool) -> String {
         "x-guidance".to_owned(),
         json!({"whitespace_pattern": BLANKS, "lenient": !is_strict}),
     );
-    format!("%json {}", Value::Object(schema))
+    format!("%json {}", escaped(&Value::Object(schema)))
 }
 
 fn literal(text: &str) -> String {
-    Value::from(text).to_string()
+    escaped(&Value::from(text))
+}
+
+/// Returns JSON as Lark reads it, which has no raw delete character.
+fn escaped(value: &Value) -> String {
+    value.to_string().replace('\u{7f}', "\\u007f")
 }

@@ -15,6 +15,7 @@
 mod grammar;
 mod json;
 mod message;
+mod schema;
 mod template;
 mod tool_parser;
 
@@ -23,6 +24,7 @@ use std::sync::Arc;
 pub use grammar::{AnswerGrammar, AnswerReasoning, AnswerShape};
 pub use json::{to_ascii_python_json, to_python_json};
 pub use message::{Message, Role, ToolCall, ToolSpec};
+pub use schema::SchemaError;
 #[cfg(any(fuzzing, test))]
 pub use template::fuzz_template;
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
@@ -30,6 +32,11 @@ pub use tool_parser::{
     ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_calls, parse_turn,
     parse_turn_as,
 };
+
+/// What opens reasoning.
+pub(crate) const THINK: &str = "<think>";
+/// What ends it.
+pub(crate) const THINK_END: &str = "</think>";
 
 /// A chat template that could not be read or rendered.
 #[derive(Debug, Clone, thiserror::Error)]

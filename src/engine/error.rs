@@ -150,6 +150,12 @@ pub enum EngineError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The model's tokens are such that no answer of its can be guided.
+    #[error("cannot guide answers of this model: {reason}")]
+    Unguidable {
+        /// What is wrong with them.
+        reason: String,
+    },
     /// A sampling parameter makes a distribution that a trainer cannot recompute.
     #[error(
         "`{field}` cannot be used in training: tokens would be drawn from another distribution \

@@ -5,9 +5,10 @@
 //! turn. Tokens that the grammar does not admit have no probability, so the distribution that a token
 //! is drawn from is not the model's: such turns are for serving, not for training.
 //!
-//! Schemas come from outside. Compiling and each token's mask have a budget of work, which
-//! llguidance counts; a guide that runs out of it ends its own turn and no other
-//! ([`Finished::guide_failure`](super::Finished::guide_failure)).
+//! Schemas come from outside. llguidance counts the work of automata, so that a guide which runs out of it
+//! ends its own turn and no other ([`Finished::guide_failure`](super::Finished::guide_failure)). It does
+//! not count how deeply it recurses, nor what it copies: the first is why grammars are compiled on a
+//! thread with a large stack, and [`crate::chat::AnswerGrammar`] refuses schemas that are large.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,10 +17,15 @@ use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 
-use super::{EngineError, Tokenizer};
+use super::{EngineError, SamplingParams, Tokenizer};
 
-/// Longest grammar, in bytes; compiling has a budget of its own.
-const MAX_GRAMMAR_BYTES: usize = 1 << 20;
+/// Longest grammar, in bytes. The worst patterns of that length take 4 seconds.
+const MAX_GRAMMAR_BYTES: usize = 1 << 18;
+/// Stack of a thread that compiles, in bytes. A step of recursion takes 6 KiB, and there is one for each of
+/// the 20,000 values that the schemas of a grammar have at most. What is not touched takes no memory.
+const STACK_BYTES: usize = 256 << 20;
+/// Longest reason why a grammar is refused, in characters.
+const MAX_REASON: usize = 500;
 
 /// Compiles grammars for the tokens of one model.
 pub struct GuideFactory {
@@ -39,13 +45,14 @@ impl GuideFactory {
     ///
     /// # Errors
     ///
-    /// Fails if there is no stop token, or if one is beyond the vocabulary.
+    /// [`EngineError::Unguidable`] if there is no stop token, if one is beyond the vocabulary, or if llguidance
+    /// cannot take the tokens.
     pub fn new(
         tokenizer: &Tokenizer,
         vocab_size: usize,
         stop_token_ids: &[u32],
     ) -> Result<Self, EngineError> {
-        let refused = |reason: &str| EngineError::InvalidGrammar {
+        let refused = |reason: &str| EngineError::Unguidable {
             reason: reason.to_owned(),
         };
         let &first = stop_token_ids
@@ -87,7 +94,17 @@ impl GuideFactory {
         })
     }
 
-    /// Compiles a grammar.
+    /// Refuses parameters that would keep a turn from ending where its grammar does: by `min_new_tokens`, or
+    /// without the model's stop tokens.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::InvalidSampling`] names the parameter.
+    pub fn check(&self, params: &SamplingParams) -> Result<(), EngineError> {
+        check(params, &self.stop_token_ids)
+    }
+
+    /// Compiles a grammar. It may take seconds.
     ///
     /// # Errors
     ///
@@ -95,9 +112,25 @@ impl GuideFactory {
     pub fn compile(&self, grammar: String) -> Result<Guide, EngineError> {
         if grammar.len() > MAX_GRAMMAR_BYTES {
             return Err(EngineError::InvalidGrammar {
-                reason: format!("{} > {MAX_GRAMMAR_BYTES} bytes", grammar.len()),
+                reason: format!(
+                    "it makes a grammar of {} bytes, and {MAX_GRAMMAR_BYTES} are the most",
+                    grammar.len()
+                ),
             });
         }
+        let refused = |reason: String| EngineError::InvalidGrammar { reason };
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new()
+                .name("compile grammar".to_owned())
+                .stack_size(STACK_BYTES)
+                .spawn_scoped(scope, || self.compile_here(grammar));
+            let thread = thread.map_err(|error| refused(format!("no thread for it: {error}")))?;
+            let made = thread.join();
+            made.unwrap_or_else(|_| Err(refused(PANICKED.to_owned())))
+        })
+    }
+
+    fn compile_here(&self, grammar: String) -> Result<Guide, EngineError> {
         let mut matcher = Matcher::new(
             self.parsers
                 .create_parser(TopLevelGrammar::from_lark(grammar)),
@@ -114,12 +147,71 @@ impl GuideFactory {
                 matcher,
                 stop_token_ids: Arc::clone(&self.stop_token_ids),
             }),
-            Err(reason) => Err(EngineError::InvalidGrammar { reason }),
+            Err(message) => Err(EngineError::InvalidGrammar {
+                reason: reason(&message),
+            }),
         }
     }
 }
 
+/// What is said where llguidance panics, which names none of its insides.
+const PANICKED: &str = "it is too large, or has a keyword with a value that cannot be read";
+
+/// Returns what of llguidance's message is about the schema: without our grammar, which it quotes, the
+/// places in it, and remedies that are not for whoever wrote the schema.
+fn reason(message: &str) -> String {
+    if message.starts_with("panic:") {
+        return PANICKED.to_owned();
+    }
+    let (_, inner) = message
+        .split_once("failed to compile JSON schema: ")
+        .unwrap_or(("", message));
+    let mut lines = inner.lines();
+    let first = lines.next().unwrap_or_default();
+    // Of a pattern that cannot be read, the last line says why.
+    let line = match lines.find_map(|line| line.trim().strip_prefix("error: ")) {
+        Some(why) if first.ends_with(':') => &format!("{first} {why}"),
+        _ => first,
+    };
+    let line = line
+        .split(" Enable 'coerce_one_of'")
+        .next()
+        .unwrap_or_default();
+    let line = line
+        .split("; consider making your grammar")
+        .next()
+        .unwrap_or_default();
+    // Definitions have names that are ours.
+    let line = line.split(": #/$defs/").next().unwrap_or_default();
+    let mut reason: String = line.chars().take(MAX_REASON).collect();
+    if reason.len() < line.len() {
+        reason.push('…');
+    }
+    if reason.contains("oneOf constraints are not supported") {
+        reason.push_str(" Use `anyOf`");
+    }
+    reason
+}
+
+fn check(params: &SamplingParams, stop_token_ids: &[u32]) -> Result<(), EngineError> {
+    let refused = |field| EngineError::InvalidSampling {
+        field,
+        reason: "it may keep an answer that is guided from ending where it must".to_owned(),
+    };
+    if params.min_new_tokens > 0 {
+        return Err(refused("min_new_tokens"));
+    }
+    let ends = |token| params.stop_token_ids.contains(token);
+    if !stop_token_ids.iter().all(ends) {
+        return Err(refused("stop_token_ids"));
+    }
+    Ok(())
+}
+
 /// Follows one turn: which tokens the grammar admits behind those that were chosen.
+///
+/// Clones follow turns of their own, and share what they have found out about the grammar: that takes the
+/// memory of one, and the choices of a request wait for each other while it grows.
 #[derive(Clone)]
 pub struct Guide {
     matcher: Matcher,
@@ -150,9 +242,9 @@ impl Guide {
         }
     }
 
-    /// Returns the tokens that end the turn when the grammar is at its end.
-    pub(super) fn stop_token_ids(&self) -> &[u32] {
-        &self.stop_token_ids
+    /// As [`GuideFactory::check`].
+    pub(super) fn check(&self, params: &SamplingParams) -> Result<(), EngineError> {
+        check(params, &self.stop_token_ids)
     }
 
     /// Returns whether the grammar admits a token next.
@@ -170,6 +262,44 @@ impl Guide {
 
     /// Returns why the guide can lead no further, if it cannot.
     pub fn failure(&self) -> Option<String> {
-        self.matcher.get_error()
+        self.matcher.get_error().map(|message| reason(&message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::place_and_excerpt(
+        "at 2(7): failed to compile JSON schema: Invalid type: strng\n   1 | start: json\n   2 | json: %json",
+        "Invalid type: strng"
+    )]
+    #[case::definition(
+        "at 2(7): failed to compile JSON schema: Unsatisfiable schema: x\n  while processing #/$defs/3\n   1 | start",
+        "Unsatisfiable schema: x"
+    )]
+    #[case::panic(
+        "panic: byte index 100 is not a char boundary\n<backtrace>\n0: llguidance::x",
+        PANICKED
+    )]
+    #[case::pattern(
+        "at 2(7): failed to compile JSON schema: regex parse error:\n    (\n    ^\nerror: unclosed group\n   1 | start",
+        "regex parse error: unclosed group"
+    )]
+    #[case::remedy(
+        "Current row has 3000 items; max is 2000; consider making your grammar left-recursive if it's right-recursive",
+        "Current row has 3000 items; max is 2000"
+    )]
+    #[case::state("too complex\n<non-verbose/>", "too complex")]
+    fn reasons_are_about_the_schema(#[case] message: &str, #[case] expected: &str) {
+        assert_eq!(reason(message), expected);
+    }
+
+    #[test]
+    fn reasons_are_short() {
+        assert_eq!(reason(&"é".repeat(9000)).chars().count(), MAX_REASON + 1);
     }
 }

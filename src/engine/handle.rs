@@ -117,6 +117,10 @@ struct Submitted {
     slots: OwnedSemaphorePermit,
 }
 
+/// Room for the completions of a request that is yet to be submitted.
+#[derive(Debug)]
+pub struct Places(OwnedSemaphorePermit);
+
 /// The front of an engine's thread; cheap to clone. The thread ends when all fronts are gone and
 /// all requests are served.
 #[derive(Debug, Clone)]
@@ -167,20 +171,40 @@ impl EngineHandle {
     /// [`BusyError::Full`] if there is no room for it now, [`BusyError::Stopped`] if there never
     /// will be.
     pub fn submit(&self, request: GenerateRequest) -> Result<Generation, BusyError> {
-        let asked = request.seeds.len();
+        let places = self.reserve(request.seeds.len())?;
+        self.submit_to(places, request)
+    }
+
+    /// Takes the places of `asked` completions, for a request that is not ready yet.
+    ///
+    /// # Errors
+    ///
+    /// [`BusyError::Full`] if there is no room for them now.
+    pub fn reserve(&self, asked: usize) -> Result<Places, BusyError> {
         let full = BusyError::Full {
             asked,
             limit: self.max_requests,
         };
         let permits = u32::try_from(asked).map_err(|_| full)?;
-        let slots = Arc::clone(&self.slots)
-            .try_acquire_many_owned(permits)
-            .map_err(|_| full)?;
+        let slots = Arc::clone(&self.slots).try_acquire_many_owned(permits);
+        slots.map(Places).map_err(|_| full)
+    }
+
+    /// As [`EngineHandle::submit`], for a request whose places were reserved.
+    ///
+    /// # Errors
+    ///
+    /// [`BusyError::Stopped`] if the engine's thread has ended.
+    pub fn submit_to(
+        &self,
+        places: Places,
+        request: GenerateRequest,
+    ) -> Result<Generation, BusyError> {
         let (sender, events) = events::unbounded_channel();
         let submitted = Submitted {
             request,
             events: sender,
-            slots,
+            slots: places.0,
         };
         match self.submissions.send(submitted) {
             Ok(()) => Ok(Generation { events }),

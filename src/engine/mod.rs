@@ -55,7 +55,7 @@ pub use gguf::fuzz_gguf;
 pub use guide::{Guide, GuideFactory};
 pub use handle::{
     BusyError, EngineHandle, EngineStatus, GenerateEvent, GenerateRequest, GeneratedToken,
-    Generation,
+    Generation, Places,
 };
 pub use kv_cache::{KvCache, RowId};
 pub use limits::RequestLimits;
@@ -436,18 +436,7 @@ impl Engine {
         if sequence.has_sampled() {
             return Err(EngineError::StillGenerating { id });
         }
-        let params = &sequence.params;
-        let refused = |field| EngineError::InvalidSampling {
-            field,
-            reason: "it may keep an answer that is guided from ending where it must".to_owned(),
-        };
-        if params.min_new_tokens > 0 {
-            return Err(refused("min_new_tokens"));
-        }
-        let ends = |token| params.stop_token_ids.contains(token);
-        if !guide.stop_token_ids().iter().all(ends) {
-            return Err(refused("stop_token_ids"));
-        }
+        guide.check(&sequence.params)?;
         sequence.use_guide(guide);
         Ok(())
     }

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse as _, Response};
 use serde_json::{Map, Value, json};
 
 use super::conversation::Conversation;
-use super::guidance;
+use super::guidance::Guidance;
 use super::stream::{Chunks, Envelope, Streamed, Usage, collect};
 use super::turn::{Delta, ReadTurn, TurnReader, TurnSoFar, call_json, logprobs_json};
 use super::wire::ChatRequest;
@@ -25,6 +25,7 @@ use crate::http::BodyShare;
 /// A request that was read.
 struct Prepared {
     generate: GenerateRequest,
+    guidance: Option<Guidance>,
     reader: TurnReader,
     tells_logprobs: bool,
     returns_token_ids: bool,
@@ -43,7 +44,8 @@ pub(super) async fn complete(
         })
         .await?;
     let Prepared {
-        generate,
+        mut generate,
+        guidance,
         reader,
         tells_logprobs,
         returns_token_ids,
@@ -64,11 +66,17 @@ pub(super) async fn complete(
     let teller = Teller {
         app: Arc::clone(&app),
         reader,
+        guided_by: guidance.as_ref().map(|guidance| guidance.param),
         tells_logprobs,
         returns_token_ids,
     };
+    // Whoever finds no place is told so before anything is compiled.
+    let places = app.engine.reserve(count)?;
+    if let Some(guidance) = guidance {
+        generate.guide = Some(guidance.compile(&app).await?);
+    }
     let (is_streamed, params) = (generate.stream, generate.params.clone());
-    let generation = app.engine.submit(generate)?;
+    let generation = app.engine.submit_to(places, generate)?;
     if is_streamed {
         envelope.object = "chat.completion.chunk";
         let choices = (0..count).map(|_| teller.choice(&params)).collect();
@@ -112,16 +120,20 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
     let common = &request.common;
     app.check_length(&chat.text, common.keys)?;
     let prompt = model.tokenizer.encode_chat(&chat.text, &chat.literal)?;
-    let mut generate = common.request(&app.engine, model, app.max_choices(), prompt)?;
+    let generate = common.request(&app.engine, model, app.max_choices(), prompt)?;
     let reader = TurnReader::after(&chat.text, model.tool_call_format, tools);
     let reasoning = match (reader.is_thinking, options.enable_thinking) {
         (true, _) => AnswerReasoning::Open,
         (false, Some(false)) => AnswerReasoning::Off,
         (false, _) => AnswerReasoning::Optional,
     };
-    generate.guide = guidance::guide(app, request, &format, &choice, &reader.tools, reasoning)?;
+    let guidance = Guidance::read(app, request, &format, &choice, &reader.tools, reasoning)?;
+    if guidance.is_some() {
+        app.check_guided(&generate.params, common.keys)?;
+    }
     Ok(Prepared {
         generate,
+        guidance,
         reader,
         tells_logprobs: common.top_logprobs.is_some(),
         returns_token_ids: common.return_token_ids,
@@ -133,13 +145,15 @@ fn prepare(app: &App, request: &ChatRequest) -> Result<Prepared, ApiError> {
 struct Teller {
     app: Arc<App>,
     reader: TurnReader,
+    /// The field that says what answers must look like, if one does.
+    guided_by: Option<&'static str>,
     tells_logprobs: bool,
     returns_token_ids: bool,
 }
 
 impl Teller {
     /// Returns a choice of an answer that is sent whole.
-    fn whole(&self, index: usize, finished: &Finished) -> Result<Value, EngineError> {
+    fn whole(&self, index: usize, finished: &Finished) -> Result<Value, ApiError> {
         let tokenizer = &self.app.model.tokenizer;
         let turn = self.read(finished)?;
         let has_calls = !turn.tool_calls.is_empty();
@@ -172,10 +186,14 @@ impl Teller {
     }
 
     /// Reads a turn; one that its guide could not lead to an end is an error.
-    fn read(&self, finished: &Finished) -> Result<ReadTurn, EngineError> {
+    fn read(&self, finished: &Finished) -> Result<ReadTurn, ApiError> {
         if let Some(reason) = &finished.guide_failure {
             let reason = reason.clone();
-            return Err(EngineError::InvalidGrammar { reason });
+            return Err(ApiError::Invalid {
+                message: EngineError::InvalidGrammar { reason }.to_string(),
+                param: self.guided_by,
+                code: None,
+            });
         }
         Ok(self.reader.read(&finished.text(&self.app.model.tokenizer)?))
     }
@@ -241,7 +259,7 @@ impl Chunks for ChatChunks {
         &mut self,
         index: usize,
         tokens: &[GeneratedToken],
-    ) -> Result<Option<Value>, EngineError> {
+    ) -> Result<Option<Value>, ApiError> {
         let teller = &self.teller;
         let delta = delta_json(self.choices[index].push(&teller.reader, tokens)?);
         if delta.is_empty() && !teller.tells_logprobs && !teller.returns_token_ids {
@@ -260,7 +278,7 @@ impl Chunks for ChatChunks {
         Ok(Some(choice))
     }
 
-    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError> {
+    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, ApiError> {
         let teller = &self.teller;
         let turn = teller.read(finished)?;
         let mut delta = delta_json(self.choices[index].rest(&turn));

@@ -234,7 +234,7 @@ impl Chunks for CompletionChunks {
         &mut self,
         index: usize,
         tokens: &[GeneratedToken],
-    ) -> Result<Option<Value>, EngineError> {
+    ) -> Result<Option<Value>, ApiError> {
         let teller = &self.teller;
         let choice = &mut self.choices[index];
         choice.text.push(tokens)?;
@@ -259,7 +259,7 @@ impl Chunks for CompletionChunks {
         Ok(Some(value))
     }
 
-    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError> {
+    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, ApiError> {
         let text = finished.text(&self.teller.app.model.tokenizer)?;
         let rest = text.get(self.choices[index].sent..).unwrap_or_default();
         let mut choice = json!({

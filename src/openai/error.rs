@@ -167,15 +167,7 @@ impl From<BusyError> for ApiError {
 /// What a client can ask for has been checked before the engine is asked; see `Keys::refuse`.
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
-        match error {
-            // A schema that takes too much work shows it only while an answer is written.
-            EngineError::InvalidGrammar { .. } => Self::Invalid {
-                message: error.to_string(),
-                param: None,
-                code: None,
-            },
-            error => Self::internal(&error),
-        }
+        Self::internal(&error)
     }
 }
 

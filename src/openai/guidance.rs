@@ -1,11 +1,13 @@
 //! What an answer must look like, from `response_format`, `tool_choice` and strict tools.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 
-use super::wire::{ChatRequest, kind};
+use super::wire::{ChatRequest, Keys, kind};
 use super::{ApiError, App};
 use crate::chat::{AnswerGrammar, AnswerReasoning, AnswerShape, ToolSpec};
-use crate::engine::{EngineError, Guide, GuideFactory};
+use crate::engine::{EngineError, Guide, GuideFactory, SamplingParams};
 
 /// What `response_format` asks for.
 #[derive(Debug, Clone, PartialEq)]
@@ -87,22 +89,75 @@ impl ToolChoice {
     }
 }
 
-/// Returns what the answers of a request must keep to; `None` if they are free.
-pub(super) fn guide(
-    app: &App,
-    request: &ChatRequest,
-    format: &ResponseFormat,
+/// What the answers of a request must keep to.
+#[derive(Debug)]
+pub(super) struct Guidance {
+    /// The field that says it.
+    pub(super) param: &'static str,
+    grammar: String,
+}
+
+impl Guidance {
+    /// Reads what a request says of its answers; `None` if they are free.
+    pub(super) fn read(
+        app: &App,
+        request: &ChatRequest,
+        format: &ResponseFormat,
+        choice: &ToolChoice,
+        tools: &[ToolSpec],
+        reasoning: AnswerReasoning,
+    ) -> Result<Option<Self>, ApiError> {
+        let token_id = |mark: &str| app.model.tokenizer.token_to_id(mark);
+        let grammar = AnswerGrammar {
+            format: app.model.tool_call_format,
+            token_id: &token_id,
+        };
+        let allows_many = request.allows_parallel_calls;
+        let tells_calls = grammar.tells_calls_from_text();
+        let shape = shape(format, choice, tools, allows_many, tells_calls)?;
+        let Some((param, shape)) = shape else {
+            return Ok(None);
+        };
+        let grammar = grammar.write(&shape, reasoning).map_err(|error| {
+            ApiError::invalid(
+                param,
+                format!("cannot guide an answer by this schema: {error}"),
+            )
+        })?;
+        Ok(Some(Self { param, grammar }))
+    }
+
+    /// Makes the guide of the answers. A client that goes away while its request waits takes no turn; what
+    /// is being compiled is compiled to its end, but holds nothing that the server's end would wait for.
+    pub(super) async fn compile(self, app: &App) -> Result<Guide, ApiError> {
+        let Self { param, grammar } = self;
+        let factory = Arc::clone(app.guides()?);
+        let turn = Arc::clone(&app.compilers).acquire_owned().await;
+        let turn = turn.map_err(|error| ApiError::internal(&error))?;
+        let compile = move || {
+            let guide = factory.compile(grammar);
+            drop(turn);
+            guide
+        };
+        let guide = tokio::task::spawn_blocking(compile).await;
+        let guide = guide.map_err(|error| ApiError::internal(&error))?;
+        guide.map_err(|error| match error {
+            EngineError::InvalidGrammar { .. } => ApiError::invalid(param, error.to_string()),
+            error => ApiError::internal(&error),
+        })
+    }
+}
+
+/// Returns the shape that answers must have, and the field that says so; `None` if they are free.
+fn shape<'a>(
+    format: &'a ResponseFormat,
     choice: &ToolChoice,
-    tools: &[ToolSpec],
-    reasoning: AnswerReasoning,
-) -> Result<Option<Guide>, ApiError> {
-    let token_id = |mark: &str| app.model.tokenizer.token_to_id(mark);
-    let grammar = AnswerGrammar {
-        format: app.model.tool_call_format,
-        token_id: &token_id,
-    };
+    tools: &'a [ToolSpec],
+    allows_many: bool,
+    tells_calls_from_text: bool,
+) -> Result<Option<(&'static str, AnswerShape<'a>)>, ApiError> {
     let is_strict = |tool: &ToolSpec| tool.extra.get("strict") == Some(&Value::Bool(true));
-    let (param, shape) = match (choice, format) {
+    Ok(Some(match (choice, format) {
         (ToolChoice::Required | ToolChoice::Named(_), _) => {
             let param = "tool_choice";
             let tools = match choice {
@@ -116,7 +171,7 @@ pub(super) fn guide(
                 let message = "a call is asked for of a tool that is not among `tools`";
                 return Err(ApiError::invalid(param, message));
             }
-            let allows_many = *choice == ToolChoice::Required && request.allows_parallel_calls;
+            let allows_many = *choice == ToolChoice::Required && allows_many;
             (param, AnswerShape::Calls { tools, allows_many })
         }
         (_, ResponseFormat::Json { schema, is_strict }) => (
@@ -125,335 +180,109 @@ pub(super) fn guide(
                 schema,
                 is_strict: *is_strict,
                 tools,
+                allows_many,
             },
         ),
         (ToolChoice::Auto, ResponseFormat::Text)
-            if tools.iter().any(is_strict) && grammar.tells_calls_from_text() =>
+            if tools.iter().any(is_strict) && tells_calls_from_text =>
         {
-            ("tools", AnswerShape::TextAndCalls { tools })
+            ("tools", AnswerShape::TextAndCalls { tools, allows_many })
         }
         (ToolChoice::Auto | ToolChoice::None, ResponseFormat::Text) => return Ok(None),
-    };
-    let common = &request.common;
-    for (name, is_used) in [
-        ("ignore_eos", common.ignore_eos),
-        (
-            "min_tokens",
-            common.min_tokens.is_some_and(|least| least > 0),
-        ),
-    ] {
-        if is_used {
-            let message =
-                format!("`{name}` cannot be used beside `{param}`, which says where to end");
-            return Err(ApiError::invalid(name, message));
-        }
-    }
-    let guide = app.guides()?.compile(grammar.write(&shape, reasoning));
-    guide.map(Some).map_err(|error| match error {
-        EngineError::InvalidGrammar { .. } => ApiError::invalid(param, error.to_string()),
-        error => ApiError::internal(&error),
-    })
+    }))
 }
 
 impl App {
-    /// Returns what compiles grammars, made when it is first needed.
-    fn guides(&self) -> Result<&GuideFactory, ApiError> {
+    /// Returns what compiles grammars, made when it is first needed: that takes its time.
+    fn guides(&self) -> Result<&Arc<GuideFactory>, ApiError> {
         let made = self.guides.get_or_init(|| {
             let vocab_size = self.engine.limits().vocab_size;
-            GuideFactory::new(
+            let made = GuideFactory::new(
                 &self.model.tokenizer,
                 vocab_size,
                 &self.model.stop_token_ids,
-            )
+            );
+            made.map(Arc::new)
         });
         made.as_ref().map_err(|error| ApiError::internal(error))
+    }
+
+    /// Refuses parameters that would keep an answer from ending where its guide does.
+    pub(super) fn check_guided(&self, params: &SamplingParams, keys: Keys) -> Result<(), ApiError> {
+        self.guides()?.check(params).map_err(|error| match error {
+            EngineError::InvalidSampling {
+                field: "stop_token_ids",
+                reason,
+            } => ApiError::invalid("ignore_eos", format!("invalid `ignore_eos`: {reason}")),
+            error => keys.refuse(error),
+        })
+    }
+}
+
+/// Writes and compiles the grammar of any schema, for fuzzing, and follows it for some tokens: the first byte
+/// says which shape and format, the rest is the schema.
+///
+/// # Panics
+///
+/// Panics if a grammar that was compiled cannot be followed by a token that it admits.
+#[cfg(any(fuzzing, test))]
+pub fn fuzz_schema(bytes: &[u8]) {
+    use crate::chat::ToolCallFormat;
+    use crate::engine::Tokenizer;
+
+    let Some((&kind, schema)) = bytes.split_first() else {
+        return;
+    };
+    let Ok(schema) = serde_json::from_slice::<Value>(schema) else {
+        return;
+    };
+    let tokenizer = Tokenizer::byte_level(&["<|end|>"]).expect("a vocabulary of bytes");
+    let end = 256;
+    let factory = GuideFactory::new(&tokenizer, 257, &[end]).expect("a stop token");
+    let is_strict = kind & 1 == 1;
+    let mut tool = ToolSpec::new("f", "", schema.clone());
+    tool.extra.insert("strict".to_owned(), is_strict.into());
+    let tools = [tool];
+    let shape = match kind & 2 {
+        0 => AnswerShape::Json {
+            schema: &schema,
+            is_strict,
+            tools: &[],
+            allows_many: false,
+        },
+        _ => AnswerShape::Calls {
+            tools: &tools,
+            allows_many: false,
+        },
+    };
+    let formats = [
+        ToolCallFormat::Hermes,
+        ToolCallFormat::QwenXml,
+        ToolCallFormat::Llama3,
+    ];
+    let grammar = AnswerGrammar {
+        format: formats[usize::from(kind >> 2) % formats.len()],
+        token_id: &|_| None,
+    };
+    let Ok(grammar) = grammar.write(&shape, AnswerReasoning::Off) else {
+        return;
+    };
+    let Ok(mut guide) = factory.compile(grammar) else {
+        return;
+    };
+    for _ in 0..16 {
+        let Some(token) = (0..end).find(|&token| guide.admits(token)) else {
+            return;
+        };
+        let ran_out = guide.failure().is_some();
+        guide.push(token);
+        assert!(
+            ran_out || guide.failure().is_none(),
+            "{:?}",
+            guide.failure()
+        );
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-    use crate::chat::{ToolCallFormat, parse_calls};
-    use crate::engine::Tokenizer;
-
-    const MARKS: [&str; 5] = [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<|end|>",
-    ];
-
-    fn tokenizer(has_marks: bool) -> Tokenizer {
-        let marks = if has_marks { &MARKS[..] } else { &MARKS[4..] };
-        Tokenizer::byte_level(marks).unwrap()
-    }
-
-    fn factory(tokenizer: &Tokenizer) -> GuideFactory {
-        let end = tokenizer.token_to_id("<|end|>").unwrap();
-        GuideFactory::new(tokenizer, tokenizer.vocab_size() + 3, &[end]).unwrap()
-    }
-
-    /// Returns whether the grammar admits `text` and then the end; what it admits of it otherwise.
-    fn follow(tokenizer: &Tokenizer, grammar: String, text: &str) -> Result<(), String> {
-        let factory = factory(tokenizer);
-        let mut guide = factory
-            .compile(grammar)
-            .map_err(|error| error.to_string())?;
-        let end = tokenizer.token_to_id("<|end|>").unwrap();
-        let ids = tokenizer.encode(text).unwrap();
-        for (at, &token) in ids.iter().chain([&end]).enumerate() {
-            if !guide.admits(token) {
-                return Err(tokenizer.decode(&ids[..at]).unwrap());
-            }
-            if token != end {
-                guide.push(token);
-            }
-        }
-        assert_eq!(guide.failure(), None);
-        Ok(())
-    }
-
-    fn tools() -> Vec<ToolSpec> {
-        let parameters = json!({
-            "type": "object",
-            "properties": {
-                "path": {"type": "string"},
-                "lines": {"$ref": "#/$defs/range"},
-                "mode": {"type": "string", "enum": ["r", "w"]},
-            },
-            "required": ["path"],
-            "additionalProperties": false,
-            "$defs": {"range": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
-        });
-        vec![
-            ToolSpec::new("open", "", parameters),
-            ToolSpec {
-                parameters: None,
-                ..ToolSpec::new("done", "", Value::Null)
-            },
-        ]
-    }
-
-    fn grammar(
-        format: ToolCallFormat,
-        tokenizer: &Tokenizer,
-        shape: &AnswerShape<'_>,
-        reasoning: AnswerReasoning,
-    ) -> String {
-        let token_id = |mark: &str| tokenizer.token_to_id(mark);
-        AnswerGrammar {
-            format,
-            token_id: &token_id,
-        }
-        .write(shape, reasoning)
-    }
-
-    #[rstest]
-    #[case::hermes(
-        ToolCallFormat::Hermes,
-        "<tool_call>\n{\"name\": \"open\", \"arguments\": {\"path\": \"</tool_call>\\n\", \"lines\": [1, 20]}}\n</tool_call>"
-    )]
-    #[case::two(
-        ToolCallFormat::Hermes,
-        "<tool_call>\n{\"name\": \"done\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"name\": \"open\", \"arguments\": {\"path\": \"\"}}\n</tool_call>"
-    )]
-    #[case::llama(
-        ToolCallFormat::Llama3,
-        "{\"name\": \"open\", \"parameters\": {\"path\": \"a\", \"mode\": \"w\"}}"
-    )]
-    #[case::xml(
-        ToolCallFormat::QwenXml,
-        "<tool_call>\n<function=open>\n<parameter=path>\na <b>\n\n\"c\"\n</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n<parameter=mode>\nr\n</parameter>\n</function>\n</tool_call>"
-    )]
-    #[case::xml_without(
-        ToolCallFormat::QwenXml,
-        "<tool_call>\n<function=done>\n</function>\n</tool_call>"
-    )]
-    fn what_is_admitted_can_be_read(
-        #[case] format: ToolCallFormat,
-        #[case] text: &str,
-        #[values(true, false)] has_marks: bool,
-    ) {
-        let tokenizer = tokenizer(has_marks);
-        let tools = tools();
-        let shape = AnswerShape::Calls {
-            tools: &tools,
-            allows_many: true,
-        };
-        let grammar = grammar(format, &tokenizer, &shape, AnswerReasoning::Optional);
-        // Inside a string the mark is spelled in ordinary characters.
-        let literal = text.find("\"</tool_call>").map(|at| at..at + 13);
-        let text_ids = tokenizer.encode_chat(text, literal.as_slice()).unwrap();
-        let mut guide = factory(&tokenizer).compile(grammar).unwrap();
-        for token in text_ids {
-            assert!(
-                guide.admits(token),
-                "{token} {:?}",
-                tokenizer.decode(&[token])
-            );
-            guide.push(token);
-        }
-        let parsed = parse_calls(text, format, &tools);
-        assert_eq!(parsed.content.trim(), "");
-        for call in parsed.tool_calls {
-            assert!(
-                tools
-                    .iter()
-                    .any(|tool| tool.name == call.as_ref().unwrap().name)
-            );
-        }
-    }
-
-    #[rstest]
-    #[case::unknown_tool(
-        ToolCallFormat::Hermes,
-        "<tool_call>\n{\"name\": \"x\"",
-        "<tool_call>\n{\"name\": \""
-    )]
-    #[case::missing_argument(
-        ToolCallFormat::Hermes,
-        "<tool_call>\n{\"name\": \"open\", \"arguments\": {}",
-        "<tool_call>\n{\"name\": \"open\", \"arguments\": {"
-    )]
-    #[case::wrong_type(
-        ToolCallFormat::QwenXml,
-        "<tool_call>\n<function=open>\n<parameter=path>\nx\n</parameter>\n<parameter=lines>\nx",
-        "<tool_call>\n<function=open>\n<parameter=path>\nx\n</parameter>\n<parameter=lines>\n"
-    )]
-    #[case::not_in_the_enum(
-        ToolCallFormat::QwenXml,
-        "<tool_call>\n<function=open>\n<parameter=path>\nx\n</parameter>\n<parameter=mode>\nx",
-        "<tool_call>\n<function=open>\n<parameter=path>\nx\n</parameter>\n<parameter=mode>\n"
-    )]
-    #[case::text_first(ToolCallFormat::Hermes, "I call", "")]
-    #[case::ends_early(ToolCallFormat::Llama3, "{\"name\": \"done\"", "{\"name\": \"done\"")]
-    fn what_cannot_be_read_is_not_admitted(
-        #[case] format: ToolCallFormat,
-        #[case] text: &str,
-        #[case] admitted: &str,
-    ) {
-        let tokenizer = tokenizer(true);
-        let tools = tools();
-        let shape = AnswerShape::Calls {
-            tools: &tools,
-            allows_many: false,
-        };
-        let grammar = grammar(format, &tokenizer, &shape, AnswerReasoning::Optional);
-        assert_eq!(follow(&tokenizer, grammar, text), Err(admitted.to_owned()));
-    }
-
-    #[test]
-    fn text_may_precede_calls_and_calls_keep_to_their_schemas() {
-        let tokenizer = tokenizer(true);
-        let tools = tools();
-        let shape = AnswerShape::TextAndCalls { tools: &tools };
-        let follow = |text: &str| {
-            follow(
-                &tokenizer,
-                grammar(
-                    ToolCallFormat::Hermes,
-                    &tokenizer,
-                    &shape,
-                    AnswerReasoning::Optional,
-                ),
-                text,
-            )
-        };
-        follow("just text {").unwrap();
-        follow("I call.\n<tool_call>\n{\"name\": \"done\", \"arguments\": {}}\n</tool_call>")
-            .unwrap();
-        follow("<think>\nhm <tool>\n</think>\n\n<tool_call>\n{\"name\": \"done\", \"arguments\": {}}\n</tool_call>").unwrap();
-        follow("a <tool_call>\n{\"name\": 5").unwrap_err();
-        follow("a <tool_call>\n{\"name\": \"done\", \"arguments\": {}}\n</tool_call> more")
-            .unwrap_err();
-    }
-
-    #[test]
-    fn reasoning_comes_before_json() {
-        let tokenizer = tokenizer(true);
-        let schema =
-            json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]});
-        let shape = AnswerShape::Json {
-            schema: &schema,
-            is_strict: true,
-            tools: &[],
-        };
-        for (reasoning, text) in [
-            (
-                AnswerReasoning::Optional,
-                "<think>\nhm {\n</think>\n\n{\"a\": 1}",
-            ),
-            (AnswerReasoning::Optional, "{\n  \"a\": 1\n}"),
-            (AnswerReasoning::Open, "hm\n</think>\n\n{\"a\":1}"),
-            (AnswerReasoning::Open, "</think>{\"a\":1}"),
-        ] {
-            let grammar = grammar(ToolCallFormat::Hermes, &tokenizer, &shape, reasoning);
-            follow(&tokenizer, grammar, text).unwrap();
-        }
-        let open = grammar(
-            ToolCallFormat::Hermes,
-            &tokenizer,
-            &shape,
-            AnswerReasoning::Open,
-        );
-        follow(&tokenizer, open, "<think>").unwrap_err();
-        // Blanks without end are not admitted.
-        let grammar = grammar(
-            ToolCallFormat::Hermes,
-            &tokenizer,
-            &shape,
-            AnswerReasoning::Optional,
-        );
-        let admitted = follow(&tokenizer, grammar, &format!("{{{}", " ".repeat(40))).unwrap_err();
-        assert_eq!(admitted.len(), 17);
-    }
-
-    #[rstest]
-    #[case::not_a_schema(json!(5))]
-    #[case::bad_pattern(json!({"type": "string", "pattern": "("}))]
-    #[case::elsewhere(json!({"$ref": "https://example.org/schema.json"}))]
-    #[case::nothing_fits(json!({"allOf": [{"type": "string"}, {"type": "integer"}]}))]
-    #[case::too_long(json!({"const": "x".repeat(1 << 20)}))]
-    fn a_schema_that_cannot_be_is_refused(#[case] schema: Value) {
-        let tokenizer = tokenizer(true);
-        let shape = AnswerShape::Json {
-            schema: &schema,
-            is_strict: false,
-            tools: &[],
-        };
-        let grammar = grammar(
-            ToolCallFormat::Hermes,
-            &tokenizer,
-            &shape,
-            AnswerReasoning::Optional,
-        );
-        let error = factory(&tokenizer).compile(grammar).unwrap_err();
-        assert!(
-            matches!(error, EngineError::InvalidGrammar { .. }),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_schema_may_spell_no_rule_of_the_grammar() {
-        let tokenizer = tokenizer(true);
-        let name = "x\" | /.*/ \nstart: \"y";
-        let schema = json!({"const": name});
-        let shape = AnswerShape::Json {
-            schema: &schema,
-            is_strict: true,
-            tools: &[],
-        };
-        let grammar = grammar(
-            ToolCallFormat::Hermes,
-            &tokenizer,
-            &shape,
-            AnswerReasoning::Optional,
-        );
-        follow(&tokenizer, grammar.clone(), &Value::from(name).to_string()).unwrap();
-        assert_eq!(follow(&tokenizer, grammar, "y"), Err(String::new()));
-    }
-}
+mod tests;

@@ -41,6 +41,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::engine::{EngineError, EngineHandle, GuideFactory, Tokenizer};
@@ -49,6 +50,8 @@ use crate::http::{
 };
 
 pub use error::ApiError;
+#[cfg(any(fuzzing, test))]
+pub use guidance::fuzz_schema;
 
 pub(crate) use chat::{all_tokens, delta_json};
 pub(crate) use conversation::{Conversation, read_message};
@@ -58,6 +61,9 @@ pub(crate) use turn::{Delta, TurnReader, TurnSoFar, call_json, logprobs_json};
 pub(crate) use wire::{ChatRequest, Fields, parse_object};
 
 use metrics::Metrics;
+
+/// Most grammars that are compiled at a time; requests that wait for it hold their places.
+const MAX_COMPILERS: usize = 2;
 
 /// The model behind the API.
 #[derive(Debug, Clone)]
@@ -104,7 +110,9 @@ struct App {
     metrics: Metrics,
     started: u64,
     requests: AtomicU64,
-    guides: OnceLock<Result<GuideFactory, EngineError>>,
+    guides: OnceLock<Result<Arc<GuideFactory>, EngineError>>,
+    /// A turn for each thread that may compile grammars at a time.
+    compilers: Arc<Semaphore>,
     bodies: Bodies,
 }
 
@@ -172,6 +180,7 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
         started: unix_seconds(),
         requests: AtomicU64::new(0),
         guides: OnceLock::new(),
+        compilers: Arc::new(Semaphore::new(MAX_COMPILERS)),
     });
     let v1 = Router::new()
         .route("/v1/models", get(models))

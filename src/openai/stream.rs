@@ -102,10 +102,10 @@ pub(super) trait Chunks: Send + 'static {
         &mut self,
         index: usize,
         tokens: &[GeneratedToken],
-    ) -> Result<Option<Value>, EngineError>;
+    ) -> Result<Option<Value>, ApiError>;
 
     /// Returns the choices that end a completion.
-    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, EngineError>;
+    fn finished(&mut self, index: usize, finished: &Finished) -> Result<Vec<Value>, ApiError>;
 }
 
 /// Sends an answer as it comes.
@@ -162,12 +162,12 @@ impl<C: Chunks> Streamed<C> {
                     self.usage.add(&finished);
                     self.chunks.finished(index, &finished)
                 }
-                Some(GenerateEvent::Failed(error)) => Err(error),
+                Some(GenerateEvent::Failed(error)) => Err(error.into()),
                 None => break,
             };
             match made {
                 Ok(choices) => self.send(sender, choices).await?,
-                Err(error) => return send(sender, &ApiError::from(error).body()).await,
+                Err(error) => return send(sender, &error.body()).await,
             }
         }
         if left > 0 {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::http::{Method, header};
 use candle_core::{DType, Device};
+use serde_json::Map;
 use tokio::net::TcpListener;
 use tower::ServiceExt as _;
 
@@ -956,6 +957,164 @@ async fn a_call_that_is_required_comes_and_can_be_read() {
         ask(&app, CHAT, &request).await.error(400)["param"],
         "tool_choice"
     );
+}
+
+fn in_schema(schema: &Value) -> Value {
+    json!({"type": "json_schema", "json_schema": {"schema": schema}})
+}
+
+#[tokio::test]
+async fn a_schema_that_would_take_the_server_down_is_refused() {
+    let app = toy();
+    let links = |count: usize| -> Map<String, Value> {
+        let next = |at: usize| json!({"type": "object", "properties": {"x": {"$ref": format!("#/$defs/{}", at + 1)}}});
+        (0..count).map(|at| (at.to_string(), next(at))).collect()
+    };
+    let properties: Map<String, Value> = (0..8000).map(|at| (at.to_string(), json!({}))).collect();
+    let patterns: Map<String, Value> = (0..400).map(|at| (format!("^a{at}$"), json!({}))).collect();
+    for schema in [
+        json!({"$ref": "#/$defs/0", "$defs": links(800)}),
+        json!({"type": "object", "properties": properties}),
+        json!({"type": "object", "patternProperties": patterns}),
+        json!({
+            "anyOf": vec![json!({"type": "array"}); 3000], "type": "array",
+            "items": {"const": vec![1; 10_000]},
+        }),
+    ] {
+        let began = std::time::Instant::now();
+        let request = shaped(&json!({"response_format": in_schema(&schema), "tools": []}));
+        let error = ask(&app, CHAT, &request).await.error(400);
+        assert_eq!(error["param"], "response_format");
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
+        let request = shaped(&json!({"tools": [tool], "tool_choice": "required"}));
+        let error = ask(&app, CHAT, &request).await.error(400);
+        assert_eq!(error["param"], "tool_choice");
+        assert!(error["message"].as_str().unwrap().len() < 500, "{error}");
+        assert!(
+            began.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            began.elapsed()
+        );
+    }
+    assert_eq!(fetch(&app, "/health").await.json()["status"], "ok");
+}
+
+#[tokio::test]
+async fn nothing_is_compiled_for_who_finds_no_place() {
+    let (app, engine) = service(ServerConfig::default(), 1);
+    let schema = json!({"type": "string", "pattern": "("});
+    let request = shaped(&json!({"response_format": in_schema(&schema), "tools": []}));
+    let place = engine.reserve(1).unwrap();
+    ask(&app, CHAT, &request).await.error(429);
+    drop(place);
+    ask(&app, CHAT, &request).await.error(400);
+    assert!(
+        engine.reserve(1).is_ok(),
+        "who is refused gives its place back"
+    );
+}
+
+/// Returns whether a thread of this process compiles a grammar.
+#[cfg(target_os = "linux")]
+fn is_compiling() -> bool {
+    let threads = fs_err::read_dir("/proc/self/task").unwrap();
+    threads.filter_map(Result::ok).any(|thread| {
+        let name = fs_err::read_to_string(thread.path().join("comm"));
+        name.is_ok_and(|name| name.trim() == "compile grammar")
+    })
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_end_does_not_wait_for_what_is_compiled() {
+    let engine = engine(EngineConfig::default());
+    let (engine, thread) = EngineHandle::start(engine, 8).unwrap();
+    let app = router(engine.clone(), model(), ServerConfig::default());
+    let object = |at: usize| {
+        let name = format!("a{at}");
+        json!({"type": "object", "properties": {name.as_str(): {"type": "string"}}, "required": [name]})
+    };
+    let schema = json!({"anyOf": (0..1000).map(object).collect::<Vec<_>>()});
+    let request = shaped(&json!({"response_format": in_schema(&schema), "tools": []}));
+    let asking = tokio::spawn(async move { ask(&app, CHAT, &request).await.status });
+    while !is_compiling() && !asking.is_finished() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    asking.abort();
+    assert!(asking.await.unwrap_err().is_cancelled());
+    drop(engine);
+    tokio::task::spawn_blocking(move || thread.join().unwrap())
+        .await
+        .unwrap();
+    assert!(is_compiling(), "it was over before the engine was");
+}
+
+#[tokio::test]
+async fn reasoning_ends_at_its_budget_but_not_within_a_character() {
+    let app = toy();
+    for budget in 1..=5 {
+        let request = shaped(&json!({
+            "response_format": in_schema(&json!({"enum": ["red"]})), "tools": [], "temperature": 0,
+            "chat_template_kwargs": {}, "thinking_token_budget": budget,
+            // `<think>`, then a character of four bytes after the other.
+            "logit_bias": {"256": 100, "240": 60},
+        }));
+        let answer = ask(&app, CHAT, &request).await;
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        let answer = answer.json();
+        let message = &answer["choices"][0]["message"];
+        assert_eq!(message["content"], "\"red\"", "{answer}");
+        let reasoning = message["reasoning_content"].as_str().unwrap();
+        assert!(
+            !reasoning.is_empty() && !reasoning.contains('\u{fffd}'),
+            "{answer}"
+        );
+        assert!(reasoning.len() <= budget + 3, "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn a_schema_that_is_too_much_work_shows_it_while_an_answer_is_written() {
+    let app = toy();
+    // So many ways on behind the bracket are more than are followed at a time.
+    let object = |at: usize| {
+        let name = format!("a{at}");
+        json!({"type": "object", "properties": {name.as_str(): {}}, "required": [name]})
+    };
+    let objects: Vec<Value> = (0..2100).map(object).collect();
+    let schema = json!({"type": "array", "items": {"anyOf": objects}, "minItems": 1});
+    let fields = json!({
+        "response_format": in_schema(&schema), "tools": [], "temperature": 1.0, "seed": 1,
+    });
+    let error = ask(&app, CHAT, &shaped(&fields)).await.error(400);
+    assert_eq!(error["param"], "response_format", "{error}");
+    let mut streamed = shaped(&fields);
+    streamed["stream"] = json!(true);
+    let answer = ask(&app, CHAT, &streamed).await;
+    let last = answer.text.trim_end().rsplit("data: ").next().unwrap();
+    let last: Value = serde_json::from_str(last).unwrap();
+    assert_eq!(last["error"]["param"], "response_format", "{last}");
+}
+
+#[tokio::test]
+async fn what_a_guide_forbids_is_not_among_the_likeliest_tokens() {
+    let app = toy();
+    let request = shaped(&json!({
+        "response_format": in_schema(&json!({"enum": ["red", "green"]})), "tools": [], "logprobs": true,
+        "top_logprobs": 5, "top_k": 10,
+    }));
+    let answer = ask(&app, CHAT, &request).await.json();
+    for token in answer["choices"][0]["logprobs"]["content"]
+        .as_array()
+        .unwrap()
+    {
+        let likeliest = token["top_logprobs"].as_array().unwrap();
+        assert!(likeliest.len() < 5, "{token}");
+        assert!(
+            likeliest.iter().all(|top| top["logprob"].is_f64()),
+            "{token}"
+        );
+    }
 }
 
 #[tokio::test]

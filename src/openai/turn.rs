@@ -3,11 +3,8 @@
 use serde_json::{Value, json};
 
 use super::stream::TextSoFar;
-use crate::chat::{ToolCall, ToolCallFormat, ToolSpec, parse_calls};
+use crate::chat::{THINK, THINK_END, ToolCall, ToolCallFormat, ToolSpec, parse_calls};
 use crate::engine::{EngineError, GeneratedToken, SamplingParams, Tokenizer};
-
-const THINK: &str = "<think>";
-const THINK_END: &str = "</think>";
 
 /// How to read the turns of one request.
 #[derive(Debug, Clone)]
@@ -33,7 +30,7 @@ impl TurnReader {
         Self {
             format,
             tools,
-            is_thinking: prompt.trim_end().ends_with("<think>"),
+            is_thinking: prompt.trim_end().ends_with(THINK),
         }
     }
 

@@ -19,17 +19,14 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{ToolCall, ToolSpec};
+use super::{THINK, THINK_END, ToolCall, ToolSpec};
 
 pub(super) use tagged::{
-    FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END,
+    FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, is_element_name,
 };
 
-pub(super) const THINK: &str = "<think>";
-pub(super) const THINK_END: &str = "</think>";
-
 /// Most calls that are read from one turn; text after them stays unread.
-const MAX_TOOL_CALLS: usize = 64;
+pub(super) const MAX_TOOL_CALLS: usize = 64;
 
 /// How a model writes tool calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

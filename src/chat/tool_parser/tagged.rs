@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::{MAX_TOOL_CALLS, ParsedTurn, ToolCallError, ToolCallFormat, check_call, push_content};
+use crate::chat::schema::{Document, Kinds, Written};
 use crate::chat::{ToolCall, ToolSpec};
 
 pub(in crate::chat) const TOOL_CALL: &str = "<tool_call>";
@@ -117,10 +118,11 @@ fn parse_function<'a>(
     tools: &[ToolSpec],
 ) -> Result<(ToolCall, &'a str), ToolCallError> {
     let (name, mut rest) = parse_opening(text, FUNCTION)?;
-    let schema = tools
-        .iter()
-        .find(|tool| tool.name == name)
-        .and_then(|tool| tool.parameters.as_ref()?.get("properties"));
+    let tool = tools.iter().find(|tool| tool.name == name);
+    let document = tool.and_then(|tool| tool.parameters.as_ref().map(Document::new));
+    let properties = document
+        .as_ref()
+        .and_then(|document| document.top()?.get("properties"));
     let mut arguments = Map::new();
     loop {
         if let Some(after) = rest.trim_start().strip_prefix(FUNCTION_END) {
@@ -128,7 +130,11 @@ fn parse_function<'a>(
         }
         let (key, after) = parse_opening(rest, PARAMETER)?;
         let (value, after) = split_value(after)?;
-        let value = typed(value, schema.and_then(|schema| schema.get(key)));
+        let property = properties.and_then(|properties| properties.get(key));
+        let value = match document.as_ref().zip(property) {
+            Some((document, property)) => typed(value, &document.written(property)),
+            None => Value::from(value),
+        };
         if arguments.insert(key.to_owned(), value).is_some() {
             return Err(ToolCallError::InvalidXml {
                 problem: format!("parameter `{key}` is given twice"),
@@ -153,14 +159,19 @@ fn parse_opening<'a>(text: &'a str, mark: &str) -> Result<(&'a str, &'a str), To
     let Some((name, rest)) = rest.split_once('>') else {
         return Err(TRUNCATED);
     };
-    let is_name = |c: char| !c.is_whitespace() && !"<=\"'".contains(c);
     let name = name.trim();
-    if name.is_empty() || !name.chars().all(is_name) {
+    if !is_element_name(name) {
         return Err(ToolCallError::InvalidXml {
             problem: format!("the name after `{mark}` is not one word"),
         });
     }
     Ok((name, rest))
+}
+
+/// Returns whether a name can stand in `<function=NAME>` or `<parameter=NAME>`.
+pub(in crate::chat) fn is_element_name(name: &str) -> bool {
+    let is_part = |c: char| !c.is_whitespace() && !"<>=\"'".contains(c);
+    !name.is_empty() && name.chars().all(is_part)
 }
 
 /// Splits the text behind `<parameter=NAME>` at the end of its value.
@@ -200,25 +211,22 @@ fn split_value(text: &str) -> Result<(&str, &str), ToolCallError> {
     })
 }
 
-/// Gives a written value the type that its schema says; text stays text where none is said.
-fn typed(text: &str, schema: Option<&Value>) -> Value {
+/// Reads a value as its schema says that it is written. What should be JSON and is none, or a string that
+/// stands as it is, stays text.
+fn typed(text: &str, written: &Written<'_>) -> Value {
     let as_text = || Value::from(text);
-    let Some(types) = schema.and_then(|schema| schema.get("type")) else {
-        return as_text();
+    let kinds = match written {
+        Written::Text { .. } => return as_text(),
+        Written::Json(kinds) => *kinds,
     };
-    let allows = |name: &str| match types {
-        Value::String(one) => one == name,
-        Value::Array(several) => several.iter().any(|one| one == name),
-        _ => false,
-    };
-    if allows("string") {
-        return as_text();
-    }
     match text.trim() {
         // Python's spellings are what models of code write.
-        "True" if allows("boolean") => Value::Bool(true),
-        "False" if allows("boolean") => Value::Bool(false),
-        "None" if allows("null") => Value::Null,
-        trimmed => serde_json::from_str(trimmed).unwrap_or_else(|_| as_text()),
+        "True" if kinds.contain(Kinds::BOOLEAN) => Value::Bool(true),
+        "False" if kinds.contain(Kinds::BOOLEAN) => Value::Bool(false),
+        "None" if kinds.contain(Kinds::NULL) => Value::Null,
+        trimmed => match serde_json::from_str(trimmed) {
+            Ok(value) if !kinds.contain(Kinds::STRING) || kinds.contain(Kinds::of(&value)) => value,
+            _ => as_text(),
+        },
     }
 }

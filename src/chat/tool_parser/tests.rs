@@ -181,7 +181,7 @@ fn elements_are_read_with_the_types_of_the_schema() {
     assert_eq!(turn.content, "I run it.");
     let expected = json!({
         "code": "print(1)\n\nx = '5'", "count": 5, "deep": true, "items": [1, "a"],
-        "maybe": "null", "scale": null, "other": "7",
+        "maybe": null, "scale": null, "other": "7",
     });
     assert_eq!(turn.tool_calls, [Ok(ToolCall::new("f", expected))]);
 }
