@@ -216,7 +216,7 @@ fn only_references_are_rewritten() {
         "const": spelled, "enum": [spelled], "properties": {"$ref": {"type": "string"}, "const": {"$ref": "#"}},
     });
     let copy = add(&schema).unwrap();
-    let mut expected = schema.clone();
+    let mut expected = schema;
     expected["properties"]["const"]["$ref"] = json!("#/$defs/0");
     let definition = expected.clone();
     expected["$defs"] = json!({"0": definition});
