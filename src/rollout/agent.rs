@@ -125,7 +125,7 @@ impl Episode {
         trajectory: Trajectory,
         decode: &Decode<'_>,
         format: ToolCallFormat,
-    ) -> Result<Self, Trajectory> {
+    ) -> Result<Self, Box<Trajectory>> {
         let mut episode = Self {
             environment,
             trajectory,
@@ -139,7 +139,7 @@ impl Episode {
             },
         };
         episode.fail(&error);
-        Err(episode.into_trajectory())
+        Err(Box::new(episode.into_trajectory()))
     }
 
     /// Lets the environment answer all turns again.

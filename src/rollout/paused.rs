@@ -161,7 +161,7 @@ impl PausedGroup {
             let decode = |ids: &[u32]| tokenizer.decode(ids);
             match Episode::replay(environment, trajectory, &decode, format) {
                 Ok(episode) => paused.push(PausedEpisode { episode, turn }),
-                Err(failed) => done.push(failed),
+                Err(failed) => done.push(*failed),
             }
         }
         Self {

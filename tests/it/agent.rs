@@ -67,8 +67,7 @@ fn an_agents_run_learns_and_repeats() {
             .all(|row| row.trace.sampled_len() > 0 && row.passed.is_some())
     );
     assert!(
-        rows.iter()
-            .any(|row| row.reward > rows[0].reward || row.reward < rows[0].reward),
+        rows.iter().any(|row| row.reward != rows[0].reward),
         "rewards differ"
     );
     assert!(

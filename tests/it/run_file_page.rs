@@ -153,6 +153,9 @@ fn write_section(
         "\n## `[{section}]`\n\n{introduction}\n\n| key | |\n|---|---|\n"
     )
     .expect("a string takes all");
+    // What has a section already is not written once more.
+    let of_the_file = &known["RunConfig"].members;
+    let is_of_the_file = |kind: &str| of_the_file.iter().any(|(_, of, _)| of == kind);
     let mut inner_sections = Vec::new();
     for (name, kind, documentation) in &known[kind].members {
         write!(page, "| `{name}` | {}", plain(documentation)).expect("a string takes all");
@@ -165,8 +168,10 @@ fn write_section(
                         .expect("a string takes all");
                 }
             }
-            Some(section) => inner_sections.push((name, inner, &section.documentation)),
-            None => {}
+            Some(section) if !is_of_the_file(inner) => {
+                inner_sections.push((name, inner, &section.documentation));
+            }
+            _ => {}
         }
         page.push_str(" |\n");
     }

@@ -329,7 +329,7 @@ fn a_run_that_samples_while_it_trains_needs_the_room_of_both() {
     let least = largest_micro_batch(&model, &request, budget);
     let wide = PlanRequest {
         micro_batch_tokens: 16_384,
-        ..request.clone()
+        ..request
     };
     assert_eq!(least, None, "its longest sequence fills it");
     let found = largest_micro_batch(&model, &wide, together.peak() + (1 << 20));
