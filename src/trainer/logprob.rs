@@ -9,8 +9,8 @@ use candle_core::{D, DType, Tensor};
 
 use super::TrainerError;
 use crate::engine::model::ops::{
-    self, Matrix, PackedRows, Real, RowStatistics, Term, Values, Write, log_softmax_gradient,
-    row_statistics,
+    self, Matrix, PackedRows, Real, RowLoss, RowPairs, RowStatistics, Term, TermRows, Values,
+    Write, log_softmax_gradient, row_statistics,
 };
 use crate::engine::model::{Adapters, Decoder, GradientReal, Gradients, Parameter};
 
@@ -258,28 +258,49 @@ impl Pass<'_> {
                 })
                 .collect();
             let entropy = T::from_f64(loss.entropy);
-            log_softmax_gradient(logits, tokens, &statistics, &coefficients, entropy, inverse);
-            if let Some(slot) = head.slot() {
-                let dlogits = Matrix::new(logits, rows, vocab);
-                let chosen = Matrix::new(&chosen, rows, width);
-                let sums = T::sums(gradients, slot);
-                ops::matmul(T::ONE, dlogits.t(), chosen, Write::Add, sums, width, true);
-            }
-            for first in (0..vocab).step_by(PACKED_TOKENS) {
-                let outputs = first..vocab.min(first + PACKED_TOKENS);
-                let dy = PackedRows::new(logits, rows, outputs.clone(), vocab, &[&weight]);
-                let term = Term {
-                    alpha: T::ONE,
-                    dy: &dy,
-                    weight: &weight,
-                    outputs,
-                };
-                let write = if first == 0 {
-                    Write::Replace
-                } else {
-                    Write::Add
-                };
-                ops::linears_backward(&[term], write, &mut chosen);
+            if weight.takes_pairs() {
+                // Frozen, as all such weights are: the gradient is read in pairs only.
+                let dlogits = RowPairs::with(
+                    rows,
+                    vocab,
+                    #[inline(always)]
+                    |row, gradient| {
+                        let loss = RowLoss {
+                            target: tokens[row] as usize,
+                            statistics: statistics[row],
+                            coefficient: coefficients[row],
+                            entropy,
+                            inverse_temperature: inverse,
+                        };
+                        loss.write_gradient(&logits[row * vocab..][..vocab], gradient);
+                    },
+                );
+                let term = Term::new(T::ONE, &dlogits, &weight);
+                ops::linears_backward(&[term], Write::Replace, &mut chosen);
+            } else {
+                log_softmax_gradient(logits, tokens, &statistics, &coefficients, entropy, inverse);
+                if let Some(slot) = head.slot() {
+                    let dlogits = Matrix::new(logits, rows, vocab);
+                    let chosen = Matrix::new(&chosen, rows, width);
+                    let sums = T::sums(gradients, slot);
+                    ops::matmul(T::ONE, dlogits.t(), chosen, Write::Add, sums, width, true);
+                }
+                for first in (0..vocab).step_by(PACKED_TOKENS) {
+                    let outputs = first..vocab.min(first + PACKED_TOKENS);
+                    let dy = PackedRows::new(logits, rows, outputs.clone(), vocab);
+                    let term = Term {
+                        alpha: T::ONE,
+                        dy: TermRows::from(&dy),
+                        weight: &weight,
+                        outputs,
+                    };
+                    let write = if first == 0 {
+                        Write::Replace
+                    } else {
+                        Write::Add
+                    };
+                    ops::linears_backward(&[term], write, &mut chosen);
+                }
             }
             for (&position, row) in positions.iter().zip(chosen.chunks_exact(width)) {
                 let dhidden = &mut dhidden[position * width..(position + 1) * width];

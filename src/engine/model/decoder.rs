@@ -111,6 +111,8 @@ pub struct Decoder {
     config: ModelConfig,
     device: Device,
     dtype: DType,
+    /// Of the matrices that no training changes, on the CPU.
+    format: WeightFormat,
     lora: Option<LoraConfig>,
     embedding: Parameter,
     layers: Vec<Layer>,
@@ -310,6 +312,7 @@ impl Decoder {
             config,
             device: device.clone(),
             dtype,
+            format,
             lora,
             embedding,
             layers,
@@ -451,7 +454,7 @@ impl Decoder {
                 let tensor = tensor.to_device(&self.device)?.to_dtype(wide)?;
                 let part = Parameter::frozen(name, &tensor.contiguous()?);
                 parts.push(if self.is_fused() {
-                    part.packed(WeightFormat::Wide)?
+                    part.packed(self.format.of_adapters())?
                 } else {
                     part
                 });

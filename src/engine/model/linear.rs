@@ -36,6 +36,7 @@ enum Stored {
 #[derive(Debug)]
 struct PanelCache {
     version: Arc<AtomicU64>,
+    format: WeightFormat,
     packed: RwLock<Option<(u64, Packed)>>,
 }
 
@@ -53,7 +54,7 @@ impl PanelCache {
         if let Some(packed) = current(&cached) {
             return Ok(packed);
         }
-        let packed = Packed::new(tensor, WeightFormat::Wide)?;
+        let packed = Packed::new(tensor, self.format)?;
         *cached = Some((version, packed.clone()));
         Ok(packed)
     }
@@ -254,18 +255,19 @@ impl<'a> ParameterBuilder<'a> {
     ) -> Result<Parameter, ModelError> {
         let mut weight = self.take(name, (outputs, inputs))?;
         if self.is_fused && weight.slot.is_some() {
-            weight.values = self.with_panels(weight.values);
+            weight.values = self.with_panels(weight.values, WeightFormat::Wide);
         } else if self.is_fused {
             weight = weight.packed(self.format)?;
         }
         Ok(weight)
     }
 
-    fn with_panels(&self, values: Stored) -> Stored {
+    fn with_panels(&self, values: Stored, format: WeightFormat) -> Stored {
         match values {
             Stored::Tensor(tensor) => {
                 let cache = PanelCache {
                     version: Arc::clone(&self.version),
+                    format,
                     packed: RwLock::default(),
                 };
                 Stored::Variable(tensor, Arc::new(cache))
@@ -315,8 +317,9 @@ impl<'a> ParameterBuilder<'a> {
         let mut a = self.variable(format!("{path}.lora_A.weight"), &a)?;
         let mut b = self.variable(format!("{path}.lora_B.weight"), &b)?;
         if self.is_fused {
-            a.values = self.with_panels(a.values);
-            b.values = self.with_panels(b.values);
+            let format = self.format.of_adapters();
+            a.values = self.with_panels(a.values, format);
+            b.values = self.with_panels(b.values, format);
         }
         Ok(Lora {
             a,
@@ -336,7 +339,7 @@ impl<'a> ParameterBuilder<'a> {
         let tensor = frozen.to_tensor()?.to_dtype(self.trained_dtype())?;
         let mut copy = self.variable(name.to_owned(), &tensor)?;
         if self.is_fused {
-            copy.values = self.with_panels(copy.values);
+            copy.values = self.with_panels(copy.values, WeightFormat::Wide);
         }
         Ok(copy)
     }

@@ -131,9 +131,12 @@ impl MemoryPlan {
 /// Returns where the bytes of a run go.
 #[must_use]
 pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
-    let sizes = Sizes::new(model);
-    let tokens = request.micro_batch_tokens.max(request.longest) as u64;
     let is_cpu = request.place == Place::Cpu;
+    let sizes = Sizes::new(
+        model,
+        is_cpu && request.format == WeightFormat::Bf16Products,
+    );
+    let tokens = request.micro_batch_tokens.max(request.longest) as u64;
     let is_full = request.trainable == Trainable::Full;
     let number = request.dtype.size_in_bytes();
     let (mut weights, mut panels) = (0, 0);
@@ -155,13 +158,16 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         Trainable::Frozen => 0,
         Trainable::Full => panels,
         Trainable::Lora(config) => {
-            let packed = |[outputs, inputs]: [usize; 2]| {
-                WeightFormat::Wide.packed_bytes(outputs, inputs, size_of::<f32>())
+            let packed = |format: WeightFormat, [outputs, inputs]: [usize; 2]| {
+                format.packed_bytes(outputs, inputs, size_of::<f32>())
             };
-            let mut panels: u64 = adapter_shapes(model, config).flatten().map(packed).sum();
+            let format = request.format.of_adapters();
+            let shapes = adapter_shapes(model, config).flatten();
+            let mut panels: u64 = shapes.map(|shape| packed(format, shape)).sum();
             // No product reads the embedding.
             if config.saved_modules(model.tie_word_embeddings).head {
-                panels += packed([model.vocab_size, model.hidden_size]);
+                let shape = [model.vocab_size, model.hidden_size];
+                panels += packed(WeightFormat::Wide, shape);
             }
             4 * trained + if is_cpu { panels } else { 0 }
         }
@@ -351,7 +357,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(model: &ModelConfig) -> Self {
+    /// Returns the widths; what products read is kept in half the room if it is rounded for them.
+    fn new(model: &ModelConfig, is_rounded: bool) -> Self {
         let hidden = model.hidden_size as u64;
         let inner = model.intermediate_size as u64;
         let heads = model.num_attention_heads as u64;
@@ -362,14 +369,16 @@ impl Sizes {
         } else {
             0
         };
+        // Input and middle; queries, keys, values and the log-sum-exp; gate and up.
+        let whole = 2 * hidden + queries + 2 * keys + unnormed + heads + 2 * inner;
+        // Both normed; what attention made of the values; the product of gate and up.
+        let read = 2 * hidden + queries + inner;
         Self {
             hidden,
             inner,
             queries,
             keys,
-            // Input, normed, middle, normed again; queries, keys, values, what attention made of them
-            // and its log-sum-exp; gate, up and their product.
-            kept: 4 * hidden + 2 * queries + 2 * keys + unnormed + heads + 3 * inner,
+            kept: whole + read / if is_rounded { 2 } else { 1 },
         }
     }
 }

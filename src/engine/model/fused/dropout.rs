@@ -7,8 +7,8 @@ use super::super::adapters::RowAdapters;
 use super::super::dropout::RowDropout;
 use super::super::gradients::{GradientReal, Gradients};
 use super::super::linear::{Linear, Lora};
-use super::super::ops::{self, Orientation, PackedRows, Real, Term, Write};
-use super::linear::{self, Returning, add_update};
+use super::super::ops::{self, Buffer, Orientation, PackedRows, Real, Term, Write};
+use super::linear::{self, Returning, Rows, add_update};
 
 /// Does what [`linear::forward`] does, with the adapters' inputs dropped.
 pub(super) fn forward<T: Real, const N: usize>(
@@ -18,13 +18,14 @@ pub(super) fn forward<T: Real, const N: usize>(
     dropout: &RowDropout,
     write: Write,
     mut y: [&mut [T]; N],
-) -> Result<[Option<Vec<T>>; N], ModelError> {
+) -> Result<[Option<Buffer<T>>; N], ModelError> {
     let of_base = y.each_mut().map(|y| &mut **y);
-    linear::forward(linears, x, rows, &RowAdapters::none(), write, of_base)?;
+    let base = RowAdapters::none();
+    linear::forward(linears, Rows::Wide(x), rows, &base, write, of_base)?;
     let mut lows = [const { None }; N];
     for ((linear, y), kept) in linears.iter().zip(y).zip(&mut lows) {
         if let Some(lora) = &linear.lora {
-            let mut low = vec![T::ZERO; rows * lora.rank];
+            let mut low = Buffer::new(rows * lora.rank);
             let (x, a) = (input(linear, lora, x, dropout), lora.a.panels::<T>()?);
             ops::linear(T::ONE, &x, rows, &a, Write::Replace, &mut low);
             add_update(lora, &low, rows, y)?;
@@ -44,15 +45,16 @@ pub(super) fn backward<T: GradientReal, const N: usize>(
     gradients: &mut Gradients,
 ) -> Result<(), ModelError> {
     let of_base = layers.map(|layer| Returning { low: None, ..layer });
-    linear::backward(of_base, x, rows, &RowAdapters::none(), dx, gradients)?;
+    let base = RowAdapters::none();
+    linear::backward(of_base, Rows::Wide(x), rows, &base, dx, gradients)?;
     for Returning { linear, low, dy } in layers {
-        let (Some(lora), Some(low)) = (&linear.lora, low) else {
+        let (Some(lora), Some(low), Rows::Wide(dy)) = (&linear.lora, low, dy) else {
             continue;
         };
         let scale = T::from_f64(lora.scale);
         let (a, b) = (lora.a.panels::<T>()?, lora.b.panels::<T>()?);
         let outputs = linear.outputs;
-        let packed = PackedRows::new(dy, rows, 0..outputs, outputs, &[&b]);
+        let packed = PackedRows::new(dy, rows, 0..outputs, outputs);
         let mut dlow = vec![T::ZERO; rows * lora.rank];
         ops::linears_backward(&[Term::new(scale, &packed, &b)], Write::Replace, &mut dlow);
         if let Some(slot) = lora.b.slot() {
@@ -63,7 +65,7 @@ pub(super) fn backward<T: GradientReal, const N: usize>(
             let (x, sums) = (input(linear, lora, x, dropout), T::sums(gradients, slot));
             ops::add_outer_products(T::ONE, &dlow, &x, rows, Orientation::Upright, sums);
         }
-        let packed = PackedRows::new(&dlow, rows, 0..lora.rank, lora.rank, &[&a]);
+        let packed = PackedRows::new(&dlow, rows, 0..lora.rank, lora.rank);
         let mut dinput = vec![T::ZERO; rows * linear.inputs];
         ops::linears_backward(
             &[Term::new(T::ONE, &packed, &a)],

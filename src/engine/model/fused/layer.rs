@@ -4,11 +4,12 @@ use super::super::decoder::Layer;
 use super::super::gradients::Gradients;
 use super::super::linear::{Linear, Parameter};
 use super::super::ops::{
-    Attention, Buffer, HeadShape, LastTokens, PackedKeyValues, Real, Turn, Values, Write, attend,
-    attend_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward, swiglu_in_place,
+    Attention, Buffer, HeadShape, LastTokens, PackedKeyValues, Real, RowPairs, Turn, Values, Write,
+    attend, attend_backward, rms_norm, rms_norm_backward, rms_norm_row, rope, swiglu,
+    swiglu_backward, swiglu_backward_to, swiglu_in_place,
 };
 use super::super::{Adapters, ModelError};
-use super::linear::Returning;
+use super::linear::{Input, Returning, Rows};
 use super::{FusedReal, Pass, linear};
 use crate::engine::kv_cache::CachedRows;
 
@@ -41,12 +42,13 @@ struct Activations<T: Real> {
 }
 
 struct AttentionActivations<T: Real> {
-    normed: Buffer<T>,
+    normed: Input<T>,
     projected: Projected<T>,
     /// Queries and keys before their norm, if they have one.
     unnormed: Unnormed<T>,
-    attended: Attention<T>,
-    output_low: Option<Vec<T>>,
+    attended: Input<T>,
+    log_sum_exp: Vec<T>,
+    output_low: Option<Buffer<T>>,
 }
 
 /// Queries, keys and values as attention reads them, and each adapter's low-rank product.
@@ -54,15 +56,15 @@ struct Projected<T: Real> {
     queries: Buffer<T>,
     keys: Buffer<T>,
     values: Buffer<T>,
-    low: [Option<Vec<T>>; 3],
+    low: [Option<Buffer<T>>; 3],
 }
 
 struct FeedForwardActivations<T: Real> {
-    normed: Buffer<T>,
+    normed: Input<T>,
     gate: Buffer<T>,
     up: Buffer<T>,
-    product: Buffer<T>,
-    low: [Option<Vec<T>>; 3],
+    product: Input<T>,
+    low: [Option<Buffer<T>>; 3],
 }
 
 /// Runs the layer on `input` `[n, hidden]`.
@@ -74,8 +76,8 @@ pub(super) fn forward<T: FusedReal>(
 ) -> Result<(Vec<T>, Option<LayerTape<T>>), ModelError> {
     let shape = pass.decoder.head_shape();
     let segments = pass.batch.segments();
-    let normed = normalise(pass, &input, layer.input_norm.tensor())?;
-    let (projected, unnormed) = project(pass, layer, &normed, keep == Keep::All)?;
+    let normed = normed_input(pass, &input, &layer.input_norm, &layer.q_proj)?;
+    let (projected, unnormed) = project(pass, layer, normed.rows(), keep == Keep::All)?;
     let source = PackedKeyValues {
         keys: &projected.keys,
         values: &projected.values,
@@ -83,9 +85,13 @@ pub(super) fn forward<T: FusedReal>(
         histories: pass.batch.histories(),
         shape,
     };
-    let attended = attend(&projected.queries, segments, shape, &source);
+    let Attention {
+        output,
+        log_sum_exp,
+    } = attend(&projected.queries, segments, shape, &source);
+    let attended = Input::of(&layer.o_proj, output, pass.batch.len())?;
     let mut middle = input.clone();
-    let output_low = add_attention_output(pass, layer, &attended, &mut middle)?;
+    let output_low = add_attention_output(pass, layer, attended.rows(), &mut middle)?;
     if keep != Keep::All {
         add_feed_forward(pass, layer, &mut middle)?;
         let tape = (keep == Keep::Input).then_some(LayerTape {
@@ -100,6 +106,7 @@ pub(super) fn forward<T: FusedReal>(
         projected,
         unnormed,
         attended,
+        log_sum_exp,
         output_low,
     };
     let activations = Some(Activations {
@@ -119,8 +126,8 @@ pub(super) fn forward_cached<T: FusedReal>(
     cached: &mut CachedRows<T>,
 ) -> Result<(), ModelError> {
     let segments = pass.batch.segments();
-    let normed = normalise(pass, x, layer.input_norm.tensor())?;
-    let (projected, _) = project(pass, layer, &normed, false)?;
+    let normed = normed_input(pass, x, &layer.input_norm, &layer.q_proj)?;
+    let (projected, _) = project(pass, layer, normed.rows(), false)?;
     cached.write(index, segments, &projected.keys, &projected.values);
     let attended = attend(
         &projected.queries,
@@ -128,7 +135,7 @@ pub(super) fn forward_cached<T: FusedReal>(
         pass.decoder.head_shape(),
         cached,
     );
-    add_attention_output(pass, layer, &attended, x)?;
+    add_attention_output(pass, layer, Rows::Wide(&attended.output), x)?;
     add_feed_forward(pass, layer, x)
 }
 
@@ -155,7 +162,7 @@ pub(super) fn forward_cached_tails<T: FusedReal>(
     let mut values = Buffer::new(pass.batch.len() * layer.v_proj.outputs);
     linear::forward(
         [&layer.k_proj, &layer.v_proj],
-        &normed,
+        Rows::Wide(&normed),
         pass.batch.len(),
         &pass.adapters,
         Write::Replace,
@@ -166,7 +173,7 @@ pub(super) fn forward_cached_tails<T: FusedReal>(
     let mut queries = Buffer::new(tails.batch.len() * layer.q_proj.outputs);
     linear::forward(
         [&layer.q_proj],
-        &last(&normed),
+        Rows::Wide(&last(&normed)),
         tails.batch.len(),
         &tails.adapters,
         Write::Replace,
@@ -180,7 +187,7 @@ pub(super) fn forward_cached_tails<T: FusedReal>(
     };
     let attended = attend(&queries, tails.batch.segments(), shape, &source);
     let mut x = last(x);
-    add_attention_output(tails, layer, &attended, &mut x)?;
+    add_attention_output(tails, layer, Rows::Wide(&attended.output), &mut x)?;
     add_feed_forward(tails, layer, &mut x)?;
     Ok(x)
 }
@@ -196,12 +203,30 @@ fn normalise<T: FusedReal>(
     Ok(y)
 }
 
+/// Returns the normed rows as `linear` and its neighbours read them.
+fn normed_input<T: FusedReal>(
+    pass: &Pass<'_, T>,
+    x: &[T],
+    norm: &Parameter,
+    linear: &Linear,
+) -> Result<Input<T>, ModelError> {
+    let weight = Values::<T>::of(norm.tensor())?;
+    let (weight, width) = (&*weight, linear.inputs);
+    let eps = T::from_f64(pass.decoder.config().rms_norm_eps);
+    Input::with(
+        linear,
+        x.len() / width,
+        #[inline(always)]
+        |row, y| rms_norm_row(&x[row * width..][..width], weight, eps, y),
+    )
+}
+
 type Unnormed<T> = Option<(Buffer<T>, Buffer<T>)>;
 
 fn project<T: FusedReal>(
     pass: &Pass<'_, T>,
     layer: &Layer,
-    normed: &[T],
+    normed: Rows<'_, T>,
     keep: bool,
 ) -> Result<(Projected<T>, Unnormed<T>), ModelError> {
     let HeadShape {
@@ -258,12 +283,12 @@ fn place<T: FusedReal>(
 fn add_attention_output<T: FusedReal>(
     pass: &Pass<'_, T>,
     layer: &Layer,
-    attended: &Attention<T>,
+    attended: Rows<'_, T>,
     x: &mut [T],
-) -> Result<Option<Vec<T>>, ModelError> {
+) -> Result<Option<Buffer<T>>, ModelError> {
     let [low] = linear::forward(
         [&layer.o_proj],
-        &attended.output,
+        attended,
         pass.batch.len(),
         &pass.adapters,
         Write::Add,
@@ -286,20 +311,53 @@ fn add_feed_forward<T: FusedReal>(
     for (index, x) in x.chunks_mut(FEED_FORWARD_ROWS * width).enumerate() {
         let (first, rows) = (index * FEED_FORWARD_ROWS, x.len() / width);
         let adapters = pass.adapters.part(first..first + rows);
-        let normed = normalise(pass, x, layer.post_norm.tensor())?;
+        let normed = normed_input(pass, x, &layer.post_norm, &layer.gate_proj)?;
         let (gate, up) = (&mut gate[..rows * inner], &mut up[..rows * inner]);
         linear::forward(
             [&layer.gate_proj, &layer.up_proj],
-            &normed,
+            normed.rows(),
             rows,
             &adapters,
             Write::Replace,
             [gate, up],
         )?;
-        swiglu_in_place(gate, up);
-        linear::forward([&layer.down_proj], gate, rows, &adapters, Write::Add, [x])?;
+        let pairs;
+        let product = if linear::takes_pairs::<T>(&layer.down_proj)? {
+            pairs = gated(layer, gate, up, rows)?;
+            pairs.rows()
+        } else {
+            swiglu_in_place(gate, up);
+            Rows::Wide(gate)
+        };
+        linear::forward(
+            [&layer.down_proj],
+            product,
+            rows,
+            &adapters,
+            Write::Add,
+            [x],
+        )?;
     }
     Ok(())
+}
+
+/// Returns the product of the feed-forward layer's halves, as its last weights read it.
+fn gated<T: FusedReal>(
+    layer: &Layer,
+    gate: &[T],
+    up: &[T],
+    rows: usize,
+) -> Result<Input<T>, ModelError> {
+    let inner = layer.gate_proj.outputs;
+    Input::with(
+        &layer.down_proj,
+        rows,
+        #[inline(always)]
+        |row, y| {
+            let part = row * inner..(row + 1) * inner;
+            swiglu(&gate[part.clone()], &up[part], y);
+        },
+    )
 }
 
 /// Returns the residual stream behind the feed-forward layer, and what its backward pass reads.
@@ -311,23 +369,22 @@ fn feed_forward<T: FusedReal>(
     let rows = pass.batch.len();
     let adapters = &pass.adapters;
     let inner = layer.gate_proj.outputs;
-    let normed = normalise(pass, middle, layer.post_norm.tensor())?;
+    let normed = normed_input(pass, middle, &layer.post_norm, &layer.gate_proj)?;
     let mut gate = Buffer::new(rows * inner);
     let mut up = Buffer::new(rows * inner);
     let [gate_low, up_low] = linear::forward(
         [&layer.gate_proj, &layer.up_proj],
-        &normed,
+        normed.rows(),
         rows,
         adapters,
         Write::Replace,
         [&mut gate, &mut up],
     )?;
-    let mut product = Buffer::new(rows * inner);
-    swiglu(&gate, &up, &mut product);
+    let product = gated(layer, &gate, &up, rows)?;
     let mut output = middle.to_vec();
     let [down_low] = linear::forward(
         [&layer.down_proj],
-        &product,
+        product.rows(),
         rows,
         adapters,
         Write::Add,
@@ -393,32 +450,50 @@ fn feed_forward_backward<T: FusedReal>(
         low,
     } = saved;
     let [gate_low, up_low, down_low] = &low;
-    let mut dproduct = vec![T::ZERO; product.len()];
+    let mut dproduct = Buffer::new(rows * layer.down_proj.inputs);
+    let dy = linear::in_pairs(&layer.down_proj, &doutput, rows)?;
     let down = Returning {
         linear: &layer.down_proj,
         low: down_low.as_deref(),
-        dy: &doutput,
+        dy: Rows::of(&doutput, dy.as_ref()),
     };
     linear::backward(
         [down],
-        &product,
+        product.rows(),
         rows,
         &pass.adapters,
         &mut dproduct,
         gradients,
     )?;
-    swiglu_backward(&mut gate, &mut up, &dproduct);
-    let mut dnormed = vec![T::ZERO; normed.len()];
+    let in_pairs = match normed {
+        Input::Wide(_) => {
+            swiglu_backward(&mut gate, &mut up, &dproduct);
+            None
+        }
+        Input::Pairs(_) => Some(gate_gradients(&gate, &up, &dproduct, rows)),
+    };
+    let [dgate, dup] = match &in_pairs {
+        Some([dgate, dup]) => [Rows::Pairs(dgate), Rows::Pairs(dup)],
+        None => [Rows::Wide(&*gate), Rows::Wide(&*up)],
+    };
+    let mut dnormed = Buffer::new(rows * layer.gate_proj.inputs);
     let both = [
-        (&layer.gate_proj, gate_low, &gate),
-        (&layer.up_proj, up_low, &up),
+        (&layer.gate_proj, gate_low, dgate),
+        (&layer.up_proj, up_low, dup),
     ];
     let both = both.map(|(linear, low, dy)| Returning {
         linear,
         low: low.as_deref(),
         dy,
     });
-    linear::backward(both, &normed, rows, &pass.adapters, &mut dnormed, gradients)?;
+    linear::backward(
+        both,
+        normed.rows(),
+        rows,
+        &pass.adapters,
+        &mut dnormed,
+        gradients,
+    )?;
     norm_backward(
         pass,
         &layer.post_norm,
@@ -428,6 +503,20 @@ fn feed_forward_backward<T: FusedReal>(
         gradients,
     )?;
     Ok(doutput)
+}
+
+/// Returns the gradients of the feed-forward layer's halves as products read them.
+fn gate_gradients<T: Real>(gate: &[T], up: &[T], dproduct: &[T], rows: usize) -> [RowPairs; 2] {
+    let inner = gate.len() / rows.max(1);
+    RowPairs::two_with(
+        rows,
+        inner,
+        #[inline(always)]
+        |row, dgate, dup| {
+            let [gate, up, dy] = [gate, up, dproduct].map(|x| &x[row * inner..(row + 1) * inner]);
+            swiglu_backward_to([gate, up], dy, [dgate, dup]);
+        },
+    )
 }
 
 fn attention_backward<T: FusedReal>(
@@ -446,22 +535,25 @@ fn attention_backward<T: FusedReal>(
         projected,
         unnormed,
         attended,
+        log_sum_exp,
         output_low,
     } = saved;
-    let mut dattended = vec![T::ZERO; attended.output.len()];
+    let mut dattended = Buffer::new(rows * layer.o_proj.inputs);
+    let dy = linear::in_pairs(&layer.o_proj, &dmiddle, rows)?;
     let out = Returning {
         linear: &layer.o_proj,
         low: output_low.as_deref(),
-        dy: &dmiddle,
+        dy: Rows::of(&dmiddle, dy.as_ref()),
     };
     linear::backward(
         [out],
-        &attended.output,
+        attended.rows(),
         rows,
         &pass.adapters,
         &mut dattended,
         gradients,
     )?;
+    drop((attended, dy));
     let source = PackedKeyValues {
         keys: &projected.keys,
         values: &projected.values,
@@ -469,7 +561,7 @@ fn attention_backward<T: FusedReal>(
         histories: pass.batch.histories(),
         shape,
     };
-    let mut d = attend_backward(&projected.queries, &source, &attended, &dattended);
+    let mut d = attend_backward(&projected.queries, &source, &log_sum_exp, &dattended);
     drop(dattended);
     rope(
         &mut d.queries,
@@ -494,26 +586,29 @@ fn attention_backward<T: FusedReal>(
             (q_norm, queries, &mut d.queries),
             (k_norm, keys, &mut d.keys),
         ] {
-            let mut dx = vec![T::ZERO; x.len()];
+            let mut dx = Buffer::new(x.len());
+            dx.fill(T::ZERO);
             norm_backward(pass, norm, x, dy, &mut dx, gradients)?;
             *dy = dx;
         }
     }
-    let mut dnormed = vec![T::ZERO; normed.len()];
+    let mut dnormed = Buffer::new(rows * layer.q_proj.inputs);
+    let linears = [&layer.q_proj, &layer.k_proj, &layer.v_proj];
     let [query_low, key_low, value_low] = &projected.low;
-    let three = [
-        (&layer.q_proj, query_low, &d.queries),
-        (&layer.k_proj, key_low, &d.keys),
-        (&layer.v_proj, value_low, &d.values),
-    ];
-    let three = three.map(|(linear, low, dy)| Returning {
-        linear,
-        low: low.as_deref(),
-        dy,
+    let lows = [query_low, key_low, value_low];
+    let dys: [&[T]; 3] = [&d.queries, &d.keys, &d.values];
+    let mut in_pairs = [const { None }; 3];
+    for ((linear, dy), pairs) in linears.iter().zip(dys).zip(&mut in_pairs) {
+        *pairs = linear::in_pairs(linear, dy, rows)?;
+    }
+    let three = std::array::from_fn(|at| Returning {
+        linear: linears[at],
+        low: lows[at].as_deref(),
+        dy: Rows::of(dys[at], in_pairs[at].as_ref()),
     });
-    linear::backward(
+    linear::backward::<T, 3>(
         three,
-        &normed,
+        normed.rows(),
         rows,
         &pass.adapters,
         &mut dnormed,

@@ -7,7 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
 
 /// Most buffers of one type that wait for their next use.
-const MOST_FREE: usize = 64;
+const MOST_FREE: usize = 512;
 
 /// Most bytes of one type that wait for their next use.
 const MOST_FREE_BYTES: usize = 256 << 20;

@@ -20,6 +20,7 @@ mod swiglu;
 use std::ops::{Deref, Range};
 
 use candle_core::{CpuStorage, Device, Storage, StorageRef, Tensor, WithDType};
+use rayon::prelude::*;
 
 pub(crate) use attention::{
     Attention, HeadShape, KEYS_PER_BLOCK, KeyValues, LastTokens, PackedKeyValues, attend,
@@ -31,14 +32,15 @@ pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
 pub use panels::WeightFormat;
 pub(crate) use panels::{
-    Orientation, Packed, PackedRows, Panels, Product, Term, add_outer_products, linear, linears,
-    linears_backward,
+    Orientation, Packed, PackedRows, PairProduct, Panels, Product, RowPairs, Term, TermRows,
+    add_outer_products, add_outer_products_of_pairs, add_to_rows, linear, linears,
+    linears_backward, linears_of_pairs,
 };
-pub(crate) use rms_norm::{rms_norm, rms_norm_backward};
+pub(crate) use rms_norm::{rms_norm, rms_norm_backward, rms_norm_row};
 pub(crate) use rope::{RopeRows, RopeTable, Turn, rope};
+pub(crate) use softmax::{RowLoss, log_softmax_gradient, row_statistics};
 pub use softmax::{RowStatistics, log_sum_exp};
-pub(crate) use softmax::{log_softmax_gradient, row_statistics};
-pub(crate) use swiglu::{swiglu, swiglu_backward, swiglu_in_place};
+pub(crate) use swiglu::{swiglu, swiglu_backward, swiglu_backward_to, swiglu_in_place};
 
 /// Elements that one rayon task handles in the elementwise loops: large enough to hide the cost of
 /// a task, small enough to share a 256-token batch between two cores.
@@ -200,6 +202,33 @@ pub(crate) fn lane_sum<T: Real>(len: usize, f: impl Fn(usize) -> T) -> T {
     for i in whole..len {
         lanes[i - whole] += f(i);
     }
+    across(lanes)
+}
+
+/// Returns two sums at once, each as [`lane_sum`] makes it.
+#[inline(always)]
+pub(crate) fn lane_sums<T: Real>(len: usize, f: impl Fn(usize) -> [T; 2]) -> [T; 2] {
+    let [mut first, mut second] = [[T::ZERO; LANES]; 2];
+    let whole = len - len % LANES;
+    let mut start = 0;
+    while start < whole {
+        for lane in 0..LANES {
+            let [a, b] = f(start + lane);
+            first[lane] += a;
+            second[lane] += b;
+        }
+        start += LANES;
+    }
+    for i in whole..len {
+        let [a, b] = f(i);
+        first[i - whole] += a;
+        second[i - whole] += b;
+    }
+    [across(first), across(second)]
+}
+
+#[inline(always)]
+fn across<T: Real>(mut lanes: [T; LANES]) -> T {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {
@@ -237,6 +266,27 @@ pub(crate) fn lane_max<T: Real>(len: usize, f: impl Fn(usize) -> T) -> T {
 /// Rows of `width` elements that one rayon task takes.
 fn rows_per_task(width: usize) -> usize {
     (TASK_ELEMENTS / width.max(1)).max(1)
+}
+
+/// Has each row of `width` elements written, given its index, with loops compiled for the widest vectors.
+pub(crate) fn for_each_row<T: Real>(
+    rows: &mut [T],
+    width: usize,
+    fill: impl Fn(usize, &mut [T]) + Sync,
+) {
+    let task = rows_per_task(width);
+    rows.par_chunks_mut(task * width.max(1))
+        .enumerate()
+        .for_each(|(index, rows)| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (at, row) in rows.chunks_exact_mut(width.max(1)).enumerate() {
+                        fill(index * task + at, row);
+                    }
+                },
+            );
+        });
 }
 
 /// A read lock on the values of a contiguous CPU tensor.

@@ -21,14 +21,20 @@ pub(crate) fn rms_norm<T: Real>(x: &[T], weight: &[T], eps: f64, y: &mut [T]) {
                 #[inline(always)]
                 || {
                     for (y, x) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
-                        let scale = inverse_rms(x, eps);
-                        for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
-                            *y = x * scale * weight;
-                        }
+                        rms_norm_row(x, weight, eps, y);
                     }
                 },
             );
         });
+}
+
+/// Does what [`rms_norm`] does with one row.
+#[inline(always)]
+pub(crate) fn rms_norm_row<T: Real>(x: &[T], weight: &[T], eps: T, y: &mut [T]) {
+    let scale = inverse_rms(x, eps);
+    for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+        *y = x * scale * weight;
+    }
 }
 
 /// Adds the gradient with respect to `x` to `dx`, and that of the weight to `dweight`.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Real, lane_max, lane_sum, vectorized};
+use super::{Real, lane_max, lane_sum, lane_sums, vectorized};
 
 /// What one row of logits says about one chosen token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,10 +36,10 @@ pub fn log_sum_exp<T: Real>(logits: &[T], inverse_temperature: T) -> T {
 fn statistics_of<T: Real>(row: &[T], target: usize, inverse_temperature: T) -> RowStatistics<T> {
     let max = lane_max(row.len(), |i| row[i] * inverse_temperature);
     // The same sum in the same order as in `log_sum_exp`.
-    let sum = lane_sum(row.len(), |i| (row[i] * inverse_temperature - max).exp());
-    let mean = lane_sum(row.len(), |i| {
+    let [sum, mean] = lane_sums(row.len(), |i| {
         let shifted = row[i] * inverse_temperature - max;
-        shifted.exp() * shifted
+        let power = shifted.exp();
+        [power, power * shifted]
     });
     let log_sum_exp = max + sum.ln();
     RowStatistics {
@@ -90,24 +90,58 @@ pub(crate) fn log_softmax_gradient<T: Real>(
             vectorized(
                 #[inline(always)]
                 || {
-                    let scale = coefficient * inverse_temperature;
-                    if entropy == T::ZERO {
-                        for z in row.iter_mut() {
-                            let p = (*z * inverse_temperature - statistics.log_sum_exp).exp();
-                            *z = -scale * p;
-                        }
-                    } else {
-                        let spread = entropy * inverse_temperature;
-                        for z in row.iter_mut() {
-                            let logprob = *z * inverse_temperature - statistics.log_sum_exp;
-                            let factor = scale + spread * (logprob + statistics.entropy);
-                            *z = -factor * logprob.exp();
-                        }
+                    let loss = RowLoss {
+                        target: target as usize,
+                        statistics: *statistics,
+                        coefficient,
+                        entropy,
+                        inverse_temperature,
+                    };
+                    for z in row.iter_mut() {
+                        *z = loss.gradient(*z);
                     }
-                    row[target as usize] += scale;
+                    row[loss.target] += loss.at_target();
                 },
             );
         });
+}
+
+/// How the loss depends on one row of logits, as for [`log_softmax_gradient`].
+pub(crate) struct RowLoss<T> {
+    pub(crate) target: usize,
+    pub(crate) statistics: RowStatistics<T>,
+    pub(crate) coefficient: T,
+    pub(crate) entropy: T,
+    pub(crate) inverse_temperature: T,
+}
+
+impl<T: Real> RowLoss<T> {
+    /// Writes the gradient of the row.
+    #[inline(always)]
+    pub(crate) fn write_gradient(&self, logits: &[T], gradient: &mut [T]) {
+        for (gradient, &logit) in gradient.iter_mut().zip(logits) {
+            *gradient = self.gradient(logit);
+        }
+        gradient[self.target] += self.at_target();
+    }
+
+    /// Returns the derivative by a logit, but for what the target's own has more.
+    #[inline(always)]
+    fn gradient(&self, logit: T) -> T {
+        let scale = self.at_target();
+        let logprob = logit * self.inverse_temperature - self.statistics.log_sum_exp;
+        if self.entropy == T::ZERO {
+            return -scale * logprob.exp();
+        }
+        let spread = self.entropy * self.inverse_temperature;
+        let factor = scale + spread * (logprob + self.statistics.entropy);
+        -factor * logprob.exp()
+    }
+
+    #[inline(always)]
+    fn at_target(&self) -> T {
+        self.coefficient * self.inverse_temperature
+    }
 }
 
 #[cfg(test)]

@@ -5,23 +5,14 @@ use rayon::prelude::*;
 use super::{Real, TASK_ELEMENTS, vectorized};
 
 /// Writes `y = silu(gate) * up`.
+#[inline(always)]
 pub(crate) fn swiglu<T: Real>(gate: &[T], up: &[T], y: &mut [T]) {
-    y.par_chunks_mut(TASK_ELEMENTS)
-        .zip(gate.par_chunks(TASK_ELEMENTS))
-        .zip(up.par_chunks(TASK_ELEMENTS))
-        .for_each(|((y, gate), up)| {
-            vectorized(
-                #[inline(always)]
-                || {
-                    for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
-                        *y = gate * sigmoid(gate) * up;
-                    }
-                },
-            );
-        });
+    for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
+        *y = gate * sigmoid(gate) * up;
+    }
 }
 
-/// Replaces `gate` by `silu(gate) * up`, in the same bits as [`swiglu`].
+/// Replaces `gate` by `silu(gate) * up`, on all threads, in the same bits as [`swiglu`].
 pub(crate) fn swiglu_in_place<T: Real>(gate: &mut [T], up: &[T]) {
     gate.par_chunks_mut(TASK_ELEMENTS)
         .zip(up.par_chunks(TASK_ELEMENTS))
@@ -49,15 +40,31 @@ pub(crate) fn swiglu_backward<T: Real>(gate: &mut [T], up: &mut [T], dy: &[T]) {
                 #[inline(always)]
                 || {
                     for ((gate, up), &dy) in gate.iter_mut().zip(up).zip(dy) {
-                        let s = sigmoid(*gate);
-                        let silu = *gate * s;
-                        let dgate = dy * *up * (s + silu * (T::ONE - s));
-                        *up = dy * silu;
-                        *gate = dgate;
+                        [*gate, *up] = gradients(*gate, *up, dy);
                     }
                 },
             );
         });
+}
+
+/// Writes what [`swiglu_backward`] makes of `gate` and `up` to `dgate` and `dup`, on one thread.
+#[inline(always)]
+pub(crate) fn swiglu_backward_to<T: Real>(
+    [gate, up]: [&[T]; 2],
+    dy: &[T],
+    [dgate, dup]: [&mut [T]; 2],
+) {
+    let sources = gate.iter().zip(up).zip(dy);
+    for ((dgate, dup), ((&gate, &up), &dy)) in dgate.iter_mut().zip(dup).zip(sources) {
+        [*dgate, *dup] = gradients(gate, up, dy);
+    }
+}
+
+#[inline(always)]
+fn gradients<T: Real>(gate: T, up: T, dy: T) -> [T; 2] {
+    let s = sigmoid(gate);
+    let silu = gate * s;
+    [dy * up * (s + silu * (T::ONE - s)), dy * silu]
 }
 
 #[inline(always)]

@@ -4,25 +4,21 @@
 //! [`KEYS_PER_BLOCK`], transposed, so that a query's scores come out a vector at a time. Each query's
 //! sums run in the order of the head's dimensions and of the keys, so that its result depends on
 //! nothing but the query and the keys before it.
-//!
-//! The backward kernel recomputes the probabilities from the saved log-sum-exp, a tile of queries at
-//! a time (Dao et al. 2022, algorithm 4): memory is one tile by the sequence's length, never its square.
 
-use std::collections::BTreeMap;
+mod backward;
+
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Buffer, LANES, Matrix, Real, Write, lane_max, lane_sum, matmul, vectorized};
+use super::{Buffer, LANES, Real, lane_max, lane_sum, vectorized};
+pub(crate) use backward::attend_backward;
 
 /// Keys in one block: two AVX-512 registers of `f32` scores for each query.
 pub(crate) const KEYS_PER_BLOCK: usize = 2 * LANES;
 
 /// Queries that one task of the forward kernel takes.
 const QUERIES_PER_TASK: usize = 64;
-
-/// Queries whose probabilities the backward kernel holds at a time.
-const QUERIES_PER_TILE: usize = 128;
 
 /// Query rows that share each load of a key: as many as leave registers for the keys themselves.
 const ROWS: usize = 4;
@@ -432,240 +428,6 @@ fn add_scaled<T: Real>(sums: &mut [T; LANES], scale: T, values: &[T]) {
     for (sum, &value) in sums.iter_mut().zip(values) {
         *sum = scale.mul_add(value, *sum);
     }
-}
-
-/// Gradients of [`attend`]'s inputs, in the inputs' layout.
-pub(crate) struct AttentionGradients<T> {
-    pub(crate) queries: Vec<T>,
-    pub(crate) keys: Vec<T>,
-    pub(crate) values: Vec<T>,
-}
-
-/// Returns the gradients of [`attend`] over a packed batch, given that of its output.
-pub(crate) fn attend_backward<T: Real>(
-    queries: &[T],
-    source: &PackedKeyValues<'_, T>,
-    forward: &Attention<T>,
-    doutput: &[T],
-) -> AttentionGradients<T> {
-    let (shape, segments) = (source.shape, source.segments);
-    let tokens = segments.last().map_or(0, |segment| segment.end);
-    let tasks: Vec<(usize, usize)> = (0..segments.len())
-        .flat_map(|segment| (0..shape.kv_heads).map(move |kv_head| (segment, kv_head)))
-        .collect();
-    let parts: Vec<HeadGradients<T>> = tasks
-        .into_par_iter()
-        .map_init(Tile::default, |tile, (segment, kv_head)| {
-            head_backward(queries, source, forward, doutput, segment, kv_head, tile)
-        })
-        .collect();
-    let mut gradients = AttentionGradients {
-        queries: vec![T::ZERO; tokens * shape.query_width()],
-        keys: vec![T::ZERO; tokens * shape.key_width()],
-        values: vec![T::ZERO; tokens * shape.key_width()],
-    };
-    let readers = readers(source);
-    let mut tasks = Vec::with_capacity(segments.len());
-    let (mut queries, mut keys, mut values) = (
-        gradients.queries.as_mut_slice(),
-        gradients.keys.as_mut_slice(),
-        gradients.values.as_mut_slice(),
-    );
-    for (index, segment) in segments.iter().enumerate() {
-        let (dq, dk, dv);
-        (dq, queries) = queries.split_at_mut(segment.len() * shape.query_width());
-        (dk, keys) = keys.split_at_mut(segment.len() * shape.key_width());
-        (dv, values) = values.split_at_mut(segment.len() * shape.key_width());
-        tasks.push((index, dq, dk, dv));
-    }
-    tasks.into_par_iter().for_each(|(segment, dq, dk, dv)| {
-        for kv_head in 0..shape.kv_heads {
-            let part = &parts[segment * shape.kv_heads + kv_head];
-            let width = shape.group() * shape.head_dim;
-            add_columns(
-                dq,
-                shape.query_width(),
-                kv_head * width,
-                &part.queries,
-                width,
-            );
-            // In the order of the segments, so that the sum is the same on any number of threads.
-            for &(reader, offset) in &readers[segment] {
-                let part = &parts[reader * shape.kv_heads + kv_head];
-                let (width, start) = (shape.head_dim, offset * shape.head_dim);
-                let (keys, values) = (&part.keys[start..], &part.values[start..]);
-                add_columns(dk, shape.key_width(), kv_head * width, keys, width);
-                add_columns(dv, shape.key_width(), kv_head * width, values, width);
-            }
-        }
-    });
-    gradients
-}
-
-/// For each segment, the segments that see its keys, and at which place among theirs.
-fn readers<T>(source: &PackedKeyValues<'_, T>) -> Vec<Vec<(usize, usize)>> {
-    let starts: BTreeMap<usize, usize> = (source.segments.iter().enumerate())
-        .filter(|(_, segment)| !segment.is_empty())
-        .map(|(index, segment)| (segment.start, index))
-        .collect();
-    let mut readers = vec![Vec::new(); source.segments.len()];
-    for (reader, (segment, history)) in source.segments.iter().zip(source.histories).enumerate() {
-        let mut offset = 0;
-        for range in history
-            .iter()
-            .chain([segment])
-            .filter(|range| !range.is_empty())
-        {
-            readers[starts[&range.start]].push((reader, offset));
-            offset += range.len();
-        }
-    }
-    readers
-}
-
-/// Adds the rows of `source`, `width` wide, to the columns of `target` that start at `first`.
-fn add_columns<T: Real>(
-    target: &mut [T],
-    target_width: usize,
-    first: usize,
-    source: &[T],
-    width: usize,
-) {
-    for (target, source) in target
-        .chunks_exact_mut(target_width)
-        .zip(source.chunks_exact(width))
-    {
-        for (target, &source) in target[first..first + width].iter_mut().zip(source) {
-            *target += source;
-        }
-    }
-}
-
-/// Gradients of one key head in one segment of `t` queries that see up to `s` keys:
-/// `[t, group * head_dim]`, then `[s, head_dim]` twice.
-struct HeadGradients<T> {
-    queries: Vec<T>,
-    keys: Vec<T>,
-    values: Vec<T>,
-}
-
-/// Scratch of one thread: the head's keys and values, probabilities of one tile of queries, and their
-/// gradients.
-struct Tile<T> {
-    keys: Vec<T>,
-    values: Vec<T>,
-    probabilities: Vec<T>,
-    gradients: Vec<T>,
-}
-
-impl<T> Default for Tile<T> {
-    fn default() -> Self {
-        Self {
-            keys: Vec::new(),
-            values: Vec::new(),
-            probabilities: Vec::new(),
-            gradients: Vec::new(),
-        }
-    }
-}
-
-fn head_backward<T: Real>(
-    queries: &[T],
-    source: &PackedKeyValues<'_, T>,
-    forward: &Attention<T>,
-    doutput: &[T],
-    segment: usize,
-    kv_head: usize,
-    tile: &mut Tile<T>,
-) -> HeadGradients<T> {
-    let shape = source.shape;
-    let HeadShape {
-        heads, head_dim, ..
-    } = shape;
-    let (group, width, key_width) = (shape.group(), shape.query_width(), shape.key_width());
-    let history = source.history(segment);
-    let start = source.segments[segment].start;
-    let length = source.segments[segment].len();
-    let scale = T::from_f64(shape.scale());
-    tile.keys.clear();
-    tile.values.clear();
-    for token in source.visible(segment) {
-        let at = token * key_width + kv_head * head_dim;
-        tile.keys.extend_from_slice(&source.keys[at..at + head_dim]);
-        tile.values
-            .extend_from_slice(&source.values[at..at + head_dim]);
-    }
-    let mut gradients = HeadGradients {
-        queries: vec![T::ZERO; length * group * head_dim],
-        keys: vec![T::ZERO; tile.keys.len()],
-        values: vec![T::ZERO; tile.values.len()],
-    };
-    for head in 0..group {
-        let query_head = kv_head * group + head;
-        for first in (0..length).step_by(QUERIES_PER_TILE) {
-            let last = length.min(first + QUERIES_PER_TILE);
-            let (rows, seen) = (last - first, history + last);
-            let query_at = (start + first) * width + query_head * head_dim;
-            let q = Matrix::strided(&queries[query_at..], rows, head_dim, width);
-            let k = Matrix::new(&tile.keys, seen, head_dim);
-            let v = Matrix::new(&tile.values, seen, head_dim);
-            let dout = Matrix::strided(&doutput[query_at..], rows, head_dim, width);
-            let size = rows * seen;
-            if tile.probabilities.len() < size {
-                tile.probabilities.resize(size, T::ZERO);
-                tile.gradients.resize(size, T::ZERO);
-            }
-            let p = &mut tile.probabilities[..size];
-            let dp = &mut tile.gradients[..size];
-            matmul(scale, q, k.t(), Write::Replace, p, seen, false);
-            matmul(T::ONE, dout, v.t(), Write::Replace, dp, seen, false);
-            vectorized(
-                #[inline(always)]
-                || {
-                    for row in 0..rows {
-                        let at = query_at + row * width;
-                        let (o, dout) = (&forward.output[at..], &doutput[at..]);
-                        let delta = lane_sum(head_dim, |d| o[d] * dout[d]);
-                        let token = start + first + row;
-                        let lse = forward.log_sum_exp[token * heads + query_head];
-                        let visible = history + first + row + 1;
-                        let (p, p_rest) = p[row * seen..(row + 1) * seen].split_at_mut(visible);
-                        let (dp, dp_rest) = dp[row * seen..(row + 1) * seen].split_at_mut(visible);
-                        for (p, dp) in p.iter_mut().zip(dp) {
-                            *p = (*p - lse).exp();
-                            *dp = *p * (*dp - delta) * scale;
-                        }
-                        p_rest.fill(T::ZERO);
-                        dp_rest.fill(T::ZERO);
-                    }
-                },
-            );
-            let p = Matrix::new(&tile.probabilities[..size], rows, seen);
-            let ds = Matrix::new(&tile.gradients[..size], rows, seen);
-            matmul(
-                T::ONE,
-                p.t(),
-                dout,
-                Write::Add,
-                &mut gradients.values,
-                head_dim,
-                false,
-            );
-            matmul(
-                T::ONE,
-                ds.t(),
-                q,
-                Write::Add,
-                &mut gradients.keys,
-                head_dim,
-                false,
-            );
-            let at = first * group * head_dim + head * head_dim;
-            let dq = &mut gradients.queries[at..];
-            matmul(T::ONE, ds, k, Write::Replace, dq, group * head_dim, false);
-        }
-    }
-    gradients
 }
 
 #[cfg(test)]

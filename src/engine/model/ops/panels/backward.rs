@@ -10,8 +10,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::kernel::{Level, Tile};
-use super::pairs::{self, RowPairs, pairs_of};
-use super::stored::{Pairs, Panel, Source, Wide};
+use super::pairs::{self, RowPairs};
+use super::stored::{Panel, Source, Wide};
 use super::{Buffer, Groups, PANEL, Panels, Real, Target, Write};
 
 /// Outputs of a matrix that are turned at a time: half of a core's second-level cache.
@@ -26,42 +26,23 @@ const MIN_GROUPS: usize = 8;
 /// Tasks for each thread, so that none waits long for the last.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Rows of tokens as the kernels read them.
+/// Rows of tokens as the kernels read them, for weights that do not take pairs.
 pub(crate) struct PackedRows<T: Real> {
-    /// Empty if no weights read them so.
     values: Buffer<T>,
-    /// For weights that take pairs.
-    pairs: Option<RowPairs>,
     groups: Groups,
     width: usize,
 }
 
 impl<T: Real> PackedRows<T> {
-    /// Packs columns of `x` `[m, width]` for products with `weights`.
+    /// Packs columns of `x` `[m, width]`.
     ///
     /// # Panics
     ///
     /// Panics if `x` has another size or fewer columns.
-    pub(crate) fn new(
-        x: &[T],
-        m: usize,
-        columns: Range<usize>,
-        width: usize,
-        weights: &[&Panels<T>],
-    ) -> Self {
+    pub(crate) fn new(x: &[T], m: usize, columns: Range<usize>, width: usize) -> Self {
         assert_eq!(x.len(), m * width, "size of the rows");
         assert!(columns.end <= width, "columns of the rows");
-        let pairs = (weights.iter().any(|weight| weight.takes_pairs()))
-            .then(|| RowPairs::new(x, m, columns.clone(), width));
         let groups = Groups::new(m, Level::best().rows());
-        if weights.iter().all(|weight| weight.takes_pairs()) {
-            return Self {
-                values: Buffer::new(0),
-                pairs,
-                groups,
-                width: columns.len(),
-            };
-        }
         let mut values = Buffer::new(m * columns.len());
         let mut parts = Vec::with_capacity(groups.count);
         let mut rest = &mut values[..];
@@ -85,33 +66,46 @@ impl<T: Real> PackedRows<T> {
             });
         Self {
             values,
-            pairs,
             groups,
             width: columns.len(),
         }
     }
 
-    /// Returns some columns of a group's rows, times a panel. In pairs the first column is even.
+    /// Returns some columns of a group's rows, times a panel.
     fn tile<'a>(&'a self, group: usize, columns: Range<usize>, panel: Panel<'a, T>) -> Tile<'a, T> {
         let rows = self.groups.rows(group);
-        if let Panel::Pairs(_) = panel {
-            let first = columns.start / 2;
-            let columns = first..first + pairs_of(columns.len());
-            let pairs = (self.pairs.as_ref()).map(|pairs| pairs.tile(rows.clone(), columns));
-            return Tile {
-                x: &[],
-                pairs,
-                rows: rows.len(),
-                panel,
-            };
-        }
         let values = &self.values[rows.start * self.width..rows.end * self.width];
         Tile {
             x: &values[columns.start * rows.len()..columns.end * rows.len()],
-            pairs: None,
             rows: rows.len(),
             panel,
         }
+    }
+}
+
+/// Rows of a term, as its matrix takes them.
+pub(crate) enum TermRows<'a, T: Real> {
+    Packed(&'a PackedRows<T>),
+    Pairs(&'a RowPairs),
+}
+
+impl<T: Real> Clone for TermRows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Real> Copy for TermRows<'_, T> {}
+
+impl<'a, T: Real> From<&'a PackedRows<T>> for TermRows<'a, T> {
+    fn from(rows: &'a PackedRows<T>) -> Self {
+        Self::Packed(rows)
+    }
+}
+
+impl<'a, T: Real> From<&'a RowPairs> for TermRows<'a, T> {
+    fn from(rows: &'a RowPairs) -> Self {
+        Self::Pairs(rows)
     }
 }
 
@@ -119,7 +113,7 @@ impl<T: Real> PackedRows<T> {
 pub(crate) struct Term<'a, T: Real> {
     pub(crate) alpha: T,
     /// As many columns as `outputs`.
-    pub(crate) dy: &'a PackedRows<T>,
+    pub(crate) dy: TermRows<'a, T>,
     pub(crate) weight: &'a Panels<T>,
     /// Outputs of the matrix; the first is the first of a panel.
     pub(crate) outputs: Range<usize>,
@@ -127,10 +121,10 @@ pub(crate) struct Term<'a, T: Real> {
 
 impl<'a, T: Real> Term<'a, T> {
     /// Returns the product with the whole matrix.
-    pub(crate) fn new(alpha: T, dy: &'a PackedRows<T>, weight: &'a Panels<T>) -> Self {
+    pub(crate) fn new(alpha: T, dy: impl Into<TermRows<'a, T>>, weight: &'a Panels<T>) -> Self {
         Self {
             alpha,
-            dy,
+            dy: dy.into(),
             weight,
             outputs: 0..weight.outputs,
         }
@@ -143,18 +137,43 @@ impl<'a, T: Real> Term<'a, T> {
 ///
 /// Panics if the shapes do not fit.
 pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx: &mut [T]) {
-    let Some(first) = terms.first() else { return };
-    let (groups, inputs) = (first.dy.groups, first.weight.inputs);
+    let inputs = terms.first().map_or(0, |term| term.weight.inputs);
     for term in terms {
-        assert_eq!(term.dy.groups, groups, "rows of the terms");
         assert_eq!(term.weight.inputs, inputs, "inputs of the terms");
-        assert_eq!(term.dy.width, term.outputs.len(), "outputs of a term");
         assert_eq!(term.outputs.start % PANEL, 0, "outputs of whole panels");
         assert!(term.outputs.end <= term.weight.outputs, "outputs of a term");
+    }
+    let mut write = write;
+    // Terms in pairs are one sum if their factor is one.
+    for terms in terms.chunk_by(|a, b| match (&a.dy, &b.dy) {
+        (TermRows::Pairs(_), TermRows::Pairs(_)) => a.alpha == b.alpha,
+        (TermRows::Packed(_), TermRows::Packed(_)) => true,
+        _ => false,
+    }) {
+        match terms[0].dy {
+            TermRows::Packed(first) => packed_backward(terms, first.groups, write, dx),
+            TermRows::Pairs(_) => pairs::linears_backward(terms, write, dx),
+        }
+        write = Write::Add;
+    }
+}
+
+fn packed_backward<T: Real>(terms: &[Term<'_, T>], groups: Groups, write: Write, dx: &mut [T]) {
+    fn rows_of<'a, T: Real>(term: &Term<'a, T>) -> &'a PackedRows<T> {
+        match term.dy {
+            TermRows::Packed(rows) => rows,
+            TermRows::Pairs(_) => unreachable!("terms of one kind"),
+        }
+    }
+    for term in terms {
+        let dy = rows_of(term);
+        assert_eq!(dy.groups, groups, "rows of the terms");
+        assert_eq!(dy.width, term.outputs.len(), "outputs of a term");
     }
     if groups.rows == 0 {
         return;
     }
+    let inputs = terms[0].weight.inputs;
     let target = Target::new(dx, groups.rows, inputs);
     let blocks = inputs.div_ceil(PANEL);
     let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(blocks.max(1));
@@ -162,22 +181,22 @@ pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx:
     let level = Level::best();
     (0..chunks * blocks)
         .into_par_iter()
-        .for_each_init(Turned::default, |turned, task| {
+        .for_each_init(Vec::new, |turned, task| {
             let (chunk, block) = (task / blocks, task % blocks);
             let column = block * PANEL;
             let width = PANEL.min(inputs - column);
             let mut write = write;
             for term in terms {
-                for from in (0..term.dy.width).step_by(OUTPUTS_AT_A_TIME) {
-                    let part = from..term.dy.width.min(from + OUTPUTS_AT_A_TIME);
+                let dy = rows_of(term);
+                for from in (0..dy.width).step_by(OUTPUTS_AT_A_TIME) {
+                    let part = from..dy.width.min(from + OUTPUTS_AT_A_TIME);
                     let outputs = term.outputs.start + part.start..term.outputs.start + part.end;
                     let panel = term.weight.turn(outputs, column..column + width, turned);
                     let share = chunk * groups.count / chunks..(chunk + 1) * groups.count / chunks;
                     for group in share {
                         let rows = groups.rows(group);
-                        let tile = term.dy.tile(group, part.clone(), panel);
                         level.multiply(
-                            tile,
+                            dy.tile(group, part.clone(), Panel::Wide(panel)),
                             #[inline(always)]
                             |row, sums| {
                                 #[expect(unsafe_code, reason = "tasks write to the same rows")]
@@ -193,61 +212,28 @@ pub(crate) fn linears_backward<T: Real>(terms: &[Term<'_, T>], write: Write, dx:
         });
 }
 
-/// One thread's panels of turned columns.
-struct Turned<T> {
-    wide: Vec<T>,
-    pairs: Vec<u32>,
-}
-
-impl<T> Default for Turned<T> {
-    fn default() -> Self {
-        Self {
-            wide: Vec::new(),
-            pairs: Vec::new(),
-        }
-    }
-}
-
 impl<T: Real> Panels<T> {
-    /// Returns some columns of the matrix, a panel's at most: `[outputs, PANEL]`, in pairs of outputs
-    /// if products take pairs.
+    /// Returns some columns of the matrix, a panel's at most: `[outputs, PANEL]`.
     fn turn<'a>(
         &self,
         outputs: Range<usize>,
         columns: Range<usize>,
-        turned: &'a mut Turned<T>,
-    ) -> Panel<'a, T> {
-        let Turned { wide, pairs } = turned;
-        let wide_len = match self.takes_pairs() {
-            true => 0,
-            false => outputs.len() * PANEL,
-        };
-        if wide.len() < wide_len {
-            wide.resize(wide_len, T::ZERO);
+        turned: &'a mut Vec<T>,
+    ) -> Wide<'a, T> {
+        let len = outputs.len() * PANEL;
+        if turned.len() < len {
+            turned.resize(len, T::ZERO);
         }
         let first = outputs.start / PANEL;
-        let rows = wide[..wide_len].chunks_mut(PANEL * PANEL);
-        for (index, rows) in rows.enumerate() {
+        for (index, rows) in turned[..len].chunks_mut(PANEL * PANEL).enumerate() {
             match self.panel(first + index) {
                 Panel::Wide(panel) => turn_panel(panel, columns.clone(), rows),
                 Panel::Bf16(panel) => turn_panel(panel, columns.clone(), rows),
                 Panel::Int8(panel) => turn_panel(panel, columns.clone(), rows),
-                Panel::Pairs(panel) => turn_panel(panel, columns.clone(), rows),
+                Panel::Pairs(_) => unreachable!("its rows are in pairs, too"),
             }
         }
-        if !self.takes_pairs() {
-            return Panel::Wide(Wide(&wide[..wide_len]));
-        }
-        let len = pairs_of(outputs.len()) * PANEL;
-        if pairs.len() < len {
-            pairs.resize(len, 0);
-        }
-        for (index, rows) in pairs[..len].chunks_mut(PANEL * PANEL / 2).enumerate() {
-            if let Panel::Pairs(panel) = self.panel(first + index) {
-                pairs::turn_panel(panel.0, columns.clone(), rows);
-            }
-        }
-        Panel::Pairs(Pairs(&pairs[..len]))
+        Wide(&turned[..len])
     }
 }
 
@@ -320,7 +306,6 @@ pub(crate) fn add_outer_products<T: Real>(
                     let rows = groups.rows(group);
                     let tile = Tile {
                         x,
-                        pairs: None,
                         rows: rows.len(),
                         panel: Panel::Wide(Wide(panel)),
                     };

@@ -4,7 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::Real;
 use super::PANEL;
-use super::pairs::{Dots, RowTile};
+use super::pairs::Dots;
 use super::stored::{Panel, Source};
 
 /// Vectors of outputs that a kernel has accumulators for, for each row.
@@ -105,7 +105,7 @@ impl Vectorized for f64 {
 
 /// The instructions that a product runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Level {
+pub(in super::super) enum Level {
     /// AVX-512.
     #[cfg(target_arch = "x86_64")]
     V4,
@@ -129,14 +129,14 @@ impl Level {
         vectors.into_iter().flatten().chain([Self::Plain])
     }
 
-    pub(super) fn best() -> Self {
+    pub(in super::super) fn best() -> Self {
         Self::available()
             .next()
             .expect("the last one is always there")
     }
 
     /// Returns the most rows of a tile: what leaves registers for the panel and the row's value.
-    pub(super) fn rows(self) -> usize {
+    pub(in super::super) fn rows(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::V4 => 12,
@@ -153,12 +153,7 @@ impl Level {
         tile: Tile<'_, T>,
         write: impl FnMut(usize, &[T; PANEL]),
     ) {
-        let Tile {
-            x,
-            pairs,
-            rows,
-            panel,
-        } = tile;
+        let Tile { x, rows, panel } = tile;
         match panel {
             Panel::Wide(panel) => self.run(Multiply {
                 x,
@@ -178,15 +173,12 @@ impl Level {
                 panel,
                 write,
             }),
-            Panel::Pairs(panel) => {
-                let x = pairs.expect("rows are in pairs where weights are");
-                self.dots().multiply(x, panel.0, write);
-            }
+            Panel::Pairs(_) => unreachable!("its rows are in pairs, too"),
         }
     }
 
     /// Returns how this level makes sums of pairs.
-    fn dots(self) -> Dots {
+    pub(super) fn dots(self) -> Dots {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::V4 => Dots::best(),
@@ -194,8 +186,9 @@ impl Level {
         }
     }
 
+    /// Runs a kernel on this level's instructions.
     #[inline(always)]
-    fn run(self, multiply: impl WithSimd<Output = ()>) {
+    pub(in super::super) fn run(self, multiply: impl WithSimd<Output = ()>) {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::V4 => {
@@ -218,10 +211,8 @@ impl Level {
 /// Rows of tokens and a panel to multiply them with.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a, T> {
-    /// The first input of all rows, then the second. Empty if only pairs are read.
+    /// The first input of all rows, then the second.
     pub(super) x: &'a [T],
-    /// The same rows in pairs, for a panel of them.
-    pub(super) pairs: Option<RowTile<'a>>,
     pub(super) rows: usize,
     pub(super) panel: Panel<'a, T>,
 }

@@ -18,10 +18,14 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::{Buffer, LANES, Real, Values, Write, into_tensor};
-pub(crate) use backward::{Orientation, PackedRows, Term, add_outer_products, linears_backward};
-pub(super) use kernel::Vectorized;
-use kernel::{Level, Tile};
-use pairs::RowPairs;
+pub(crate) use backward::{
+    Orientation, PackedRows, Term, TermRows, add_outer_products, linears_backward,
+};
+use kernel::Tile;
+pub(super) use kernel::{Level, Vectorized};
+pub(crate) use pairs::{
+    PairProduct, RowPairs, add_outer_products_of_pairs, add_to_rows, linears_of_pairs,
+};
 pub use stored::WeightFormat;
 use stored::{Panel, Source, Stored};
 
@@ -114,7 +118,7 @@ impl<T: Real> Panels<T> {
     }
 
     /// Returns whether products with this matrix read rows in pairs of bf16.
-    fn takes_pairs(&self) -> bool {
+    pub(crate) fn takes_pairs(&self) -> bool {
         matches!(self.values, Stored::Pairs(_))
     }
 
@@ -248,46 +252,45 @@ fn run<T: Real>(level: Level, alpha: T, x: &[T], m: usize, products: Vec<Product
         return;
     }
     let mut targets = Vec::with_capacity(products.len());
+    let mut in_pairs = Vec::new();
     for Product { weight, write, y } in products {
         assert_eq!(weight.inputs, inputs, "inner dimensions");
-        targets.push((weight, write, Target::new(y, m, weight.outputs)));
+        if weight.takes_pairs() {
+            in_pairs.push(PairProduct {
+                weight,
+                write,
+                y,
+                update: None,
+            });
+        } else {
+            targets.push((weight, write, Target::new(y, m, weight.outputs)));
+        }
+    }
+    if !in_pairs.is_empty() {
+        let x = RowPairs::new(x, m, 0..inputs, inputs);
+        pairs::multiply_rows(level.dots(), alpha, &x, in_pairs);
+    }
+    if targets.is_empty() {
+        return;
     }
     let groups = Groups::new(m, level.rows());
-    let pairs = (targets.iter().any(|(weight, ..)| weight.takes_pairs()))
-        .then(|| RowPairs::new(x, m, 0..inputs, inputs));
-    let is_wide = targets.iter().any(|(weight, ..)| !weight.takes_pairs());
-    let packed = (is_wide && m > 1).then(|| groups.pack(x, inputs));
+    let packed = (m > 1).then(|| groups.pack(x, inputs));
     let x = packed.as_deref().unwrap_or(x);
-    // All panels of all products, for some groups of rows each: neighbouring tasks share the rows,
-    // which stay in the cache while the panels pass by.
-    let panels: usize = targets.iter().map(|(w, ..)| w.panels()).sum();
-    let groups_per_task = (TASK_INPUTS / (inputs.max(1) * level.rows())).max(1);
-    let chunks = groups.count.div_ceil(groups_per_task);
-    let products_per_panel =
-        groups_per_task.min(groups.count) * m.min(level.rows()) * inputs * PANEL;
-    let panels_per_task = (TASK_PRODUCTS / products_per_panel.max(1)).max(1);
-    (0..chunks * panels)
-        .into_par_iter()
-        .with_min_len(panels_per_task)
-        .for_each(|task| {
-            let (chunk, mut panel) = (task / panels, task % panels);
-            let mut each = targets.iter();
-            let (weight, write, target) = loop {
-                let product = each.next().expect("a panel of one of the products");
-                match panel.checked_sub(product.0.panels()) {
-                    Some(later) => panel = later,
-                    None => break product,
-                }
-            };
+    let panels: Vec<usize> = targets.iter().map(|(weight, ..)| weight.panels()).collect();
+    share_panels(
+        groups,
+        inputs,
+        level.rows(),
+        &panels,
+        |product, panel, groups_of_task| {
+            let (weight, write, target) = &targets[product];
             let column = panel * PANEL;
             let width = PANEL.min(weight.outputs - column);
             let panel = weight.panel(panel);
-            let first = chunk * groups_per_task;
-            for group in first..groups.count.min(first + groups_per_task) {
+            for group in groups_of_task {
                 let rows = groups.rows(group);
                 let tile = Tile {
                     x: &x[rows.start * inputs..rows.end * inputs],
-                    pairs: pairs.as_ref().map(|pairs| pairs.rows(rows.clone())),
                     rows: rows.len(),
                     panel,
                 };
@@ -303,6 +306,41 @@ fn run<T: Real>(level: Level, alpha: T, x: &[T], m: usize, products: Vec<Product
                     },
                 );
             }
+        },
+    );
+}
+
+/// Calls `task` with each product, each of its panels and some groups of rows: neighbouring tasks share
+/// the rows, of `inputs` elements, which stay in the cache while the panels pass by.
+fn share_panels(
+    groups: Groups,
+    inputs: usize,
+    tile_rows: usize,
+    panels: &[usize],
+    task: impl Fn(usize, usize, std::ops::Range<usize>) + Sync,
+) {
+    let all: usize = panels.iter().sum();
+    let groups_per_task = (TASK_INPUTS / (inputs.max(1) * tile_rows)).max(1);
+    let chunks = groups.count.div_ceil(groups_per_task);
+    let products_per_panel =
+        groups_per_task.min(groups.count) * groups.rows.min(tile_rows) * inputs * PANEL;
+    let panels_per_task = (TASK_PRODUCTS / products_per_panel.max(1)).max(1);
+    (0..chunks * all)
+        .into_par_iter()
+        .with_min_len(panels_per_task)
+        .for_each(|index| {
+            let (chunk, mut panel) = (index / all, index % all);
+            let mut product = 0;
+            while panel >= panels[product] {
+                panel -= panels[product];
+                product += 1;
+            }
+            let first = chunk * groups_per_task;
+            task(
+                product,
+                panel,
+                first..groups.count.min(first + groups_per_task),
+            );
         });
 }
 

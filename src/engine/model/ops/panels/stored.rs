@@ -38,6 +38,18 @@ impl WeightFormat {
     }
 }
 
+impl WeightFormat {
+    /// Returns how products read the matrices of an adapter beside weights in this format: rounded if all
+    /// that they meet is.
+    #[must_use]
+    pub(crate) fn of_adapters(self) -> Self {
+        match self {
+            Self::Bf16Products => Self::Bf16Products,
+            Self::Wide | Self::Bf16 | Self::Int8 => Self::Wide,
+        }
+    }
+}
+
 /// Inputs that share a scale.
 pub(super) const BLOCK: usize = 32;
 

@@ -240,8 +240,8 @@ fn backward_products_match_the_definition() {
             Panels::pack(&v, 5, inputs, WeightFormat::Wide),
         );
         let (packed_dy, packed_dz) = (
-            PackedRows::new(&dy, m, 0..outputs, outputs, &[&w_panels]),
-            PackedRows::new(&dz, m, 0..5, 5, &[&v_panels]),
+            PackedRows::new(&dy, m, 0..outputs, outputs),
+            PackedRows::new(&dz, m, 0..5, 5),
         );
         let terms = [
             Term::new(1.0, &packed_dy, &w_panels),
@@ -271,7 +271,7 @@ fn parts_of_the_outputs_add_up_to_the_whole_product() {
     let (m, inputs, outputs) = (13, 40, 100);
     let (w, dy) = (fill(outputs * inputs, 2), fill(m * outputs, 3));
     let weight = Panels::pack(&w, outputs, inputs, WeightFormat::Wide);
-    let whole = PackedRows::new(&dy, m, 0..outputs, outputs, &[&weight]);
+    let whole = PackedRows::new(&dy, m, 0..outputs, outputs);
     let (mut expected, mut found) = (vec![0.0; m * inputs], vec![f32::NAN; m * inputs]);
     linears_backward(
         &[Term::new(1.0, &whole, &weight)],
@@ -279,10 +279,10 @@ fn parts_of_the_outputs_add_up_to_the_whole_product() {
         &mut expected,
     );
     for (part, write) in [(0..64, Write::Replace), (64..outputs, Write::Add)] {
-        let dy = PackedRows::new(&dy, m, part.clone(), outputs, &[&weight]);
+        let dy = PackedRows::new(&dy, m, part.clone(), outputs);
         let term = Term {
             alpha: 1.0,
-            dy: &dy,
+            dy: TermRows::from(&dy),
             weight: &weight,
             outputs: part,
         };

@@ -7,15 +7,28 @@
 //! accumulator that takes the pairs in their order, so a row's result does not depend on its neighbours
 //! here either.
 
+mod products;
+
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::super::{Buffer, Real, rows_per_task, vectorized};
 use super::PANEL;
+pub(crate) use products::{
+    PairProduct, add_outer_products_of_pairs, add_to_rows, linears_of_pairs,
+};
+pub(super) use products::{linears_backward, multiply_rows};
 
-/// Pairs that rows and panels are filled up to a multiple of, with zeros: a cache line of them.
-const BLOCK: usize = 16;
+/// Pairs that rows and panels are filled up to a multiple of, with zeros: half a cache line of them, which
+/// a rank of 16 fills.
+const BLOCK: usize = 8;
+
+/// Pairs of a cache line.
+const LINE: usize = 16;
+
+/// Rows of a tile: what leaves registers for the panel and the row's value.
+const TILE_ROWS: usize = 12;
 
 /// Returns how many pairs of a row or a panel hold so many numbers.
 pub(super) fn pairs_of(numbers: usize) -> usize {
@@ -63,46 +76,143 @@ pub(super) fn number(pair: u32, second: bool) -> f32 {
     })
 }
 
-/// Rows of tokens in pairs, one row after the other.
-pub(super) struct RowPairs {
+/// Rows of numbers in pairs, one row after the other.
+pub(crate) struct RowPairs {
     values: Buffer<u32>,
     /// From one row to the next: an odd number of cache lines, so that the rows of a tile lie in
     /// different sets of the cache.
     stride: usize,
     pairs: usize,
+    rows: usize,
 }
 
 impl RowPairs {
     /// Rounds columns of `x` `[m, width]`.
-    pub(super) fn new<T: Real>(x: &[T], m: usize, columns: Range<usize>, width: usize) -> Self {
-        let pairs = pairs_of(columns.len());
-        let stride = ((pairs / BLOCK) | 1) * BLOCK;
-        let mut values = Buffer::new(m * stride);
-        let rows = rows_per_task(width);
-        values
-            .par_chunks_mut(rows * stride)
-            .zip(x.par_chunks(rows * width.max(1)))
-            .for_each(|(values, x)| {
+    pub(crate) fn new<T: Real>(x: &[T], m: usize, columns: Range<usize>, width: usize) -> Self {
+        assert_eq!(x.len(), m * width, "size of the rows");
+        assert!(columns.end <= width, "columns of the rows");
+        let mut rows = Self::unwritten(m, columns.len());
+        rows.write(width, |dots, row, pairs| {
+            dots.round_row(&x[row * width..][columns.clone()], pairs);
+        });
+        rows
+    }
+
+    /// Rounds rows of `width` numbers that `fill` writes, given their index.
+    pub(crate) fn with<T: Real>(
+        m: usize,
+        width: usize,
+        fill: impl Fn(usize, &mut [T]) + Sync,
+    ) -> Self {
+        let mut rows = Self::unwritten(m, width);
+        rows.write_with(
+            width,
+            || vec![T::ZERO; width],
+            #[inline(always)]
+            |dots, x, row, pairs| {
                 vectorized(
                     #[inline(always)]
-                    || {
-                        let rows = values.chunks_exact_mut(stride);
-                        for (values, x) in rows.zip(x.chunks_exact(width.max(1))) {
-                            round_row(&x[columns.clone()], &mut values[..pairs]);
-                        }
-                    },
+                    || fill(row, x),
                 );
-            });
+                dots.round_row(x, pairs);
+            },
+        );
+        rows
+    }
+
+    /// As [`RowPairs::with`], for two that are written together.
+    pub(crate) fn two_with<T: Real>(
+        m: usize,
+        width: usize,
+        fill: impl Fn(usize, &mut [T], &mut [T]) + Sync,
+    ) -> [Self; 2] {
+        let [mut first, mut second] = [(); 2].map(|()| Self::unwritten(m, width));
+        let (stride, pairs) = (first.stride, first.pairs);
+        let task = rows_per_task(2 * width);
+        (first.values.par_chunks_mut(task * stride))
+            .zip(second.values.par_chunks_mut(task * stride))
+            .enumerate()
+            .for_each_init(
+                || [(); 2].map(|()| vec![T::ZERO; width]),
+                |[x, y], (index, (first, second))| {
+                    let rows =
+                        (first.chunks_exact_mut(stride)).zip(second.chunks_exact_mut(stride));
+                    for (at, (first, second)) in rows.enumerate() {
+                        vectorized(
+                            #[inline(always)]
+                            || fill(index * task + at, x, y),
+                        );
+                        Dots::best().round_row(x, &mut first[..pairs]);
+                        Dots::best().round_row(y, &mut second[..pairs]);
+                    }
+                },
+            );
+        [first, second]
+    }
+
+    fn unwritten(m: usize, width: usize) -> Self {
+        let pairs = pairs_of(width);
+        let stride = (pairs.div_ceil(LINE) | 1) * LINE;
         Self {
-            values,
+            values: Buffer::new(m * stride),
             stride,
             pairs,
+            rows: m,
         }
     }
 
+    /// Has each row written, given its index and its pairs.
+    fn write(&mut self, width: usize, write: impl Fn(Dots, usize, &mut [u32]) + Sync) {
+        self.write_with(width, || (), |dots, (), row, pairs| write(dots, row, pairs));
+    }
+
+    fn write_with<S>(
+        &mut self,
+        width: usize,
+        scratch: impl Fn() -> S + Sync + Send,
+        write: impl Fn(Dots, &mut S, usize, &mut [u32]) + Sync,
+    ) {
+        let (stride, pairs) = (self.stride, self.pairs);
+        let task = rows_per_task(width);
+        let dots = Dots::best();
+        self.values
+            .par_chunks_mut(task * stride)
+            .enumerate()
+            .for_each_init(scratch, |scratch, (index, values)| {
+                for (at, values) in values.chunks_exact_mut(stride).enumerate() {
+                    write(dots, scratch, index * task + at, &mut values[..pairs]);
+                }
+            });
+    }
+
+    /// Returns the number of rows.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Returns a copy of some rows.
+    pub(crate) fn part(&self, rows: Range<usize>) -> Self {
+        let mut values = Buffer::new(rows.len() * self.stride);
+        values.copy_from_slice(&self.values[rows.start * self.stride..rows.end * self.stride]);
+        Self {
+            values,
+            stride: self.stride,
+            pairs: self.pairs,
+            rows: rows.len(),
+        }
+    }
+
+    /// Returns the pairs of a row.
+    fn row(&self, row: usize) -> &[u32] {
+        &self.values[row * self.stride..][..self.pairs]
+    }
+
     /// Returns some pairs of some rows.
-    pub(super) fn tile(&self, rows: Range<usize>, pairs: Range<usize>) -> RowTile<'_> {
-        debug_assert!(pairs.end <= self.pairs, "pairs of a row");
+    fn tile(&self, rows: Range<usize>, pairs: Range<usize>) -> RowTile<'_> {
+        debug_assert!(
+            pairs.end <= self.pairs && rows.end <= self.rows,
+            "pairs of rows"
+        );
         RowTile {
             values: &self.values[rows.start * self.stride + pairs.start..],
             stride: self.stride,
@@ -111,8 +221,8 @@ impl RowPairs {
         }
     }
 
-    /// Returns some rows.
-    pub(super) fn rows(&self, rows: Range<usize>) -> RowTile<'_> {
+    /// Returns whole rows.
+    fn whole(&self, rows: Range<usize>) -> RowTile<'_> {
         self.tile(rows, 0..self.pairs)
     }
 }
@@ -132,11 +242,18 @@ fn round_row<T: Real>(x: &[T], pairs: &mut [u32]) {
 
 /// A few rows in pairs.
 #[derive(Clone, Copy)]
-pub(super) struct RowTile<'a> {
+struct RowTile<'a> {
     values: &'a [u32],
     stride: usize,
     rows: usize,
     pairs: usize,
+}
+
+/// A few rows and the panel `[pairs, PANEL]` to multiply them with.
+#[derive(Clone, Copy)]
+struct PairTile<'a> {
+    x: RowTile<'a>,
+    panel: &'a [u32],
 }
 
 /// How sums of pairs are made.
@@ -159,61 +276,103 @@ impl Dots {
         Self::Emulated
     }
 
-    /// Multiplies rows and a panel `[pairs, PANEL]`, and hands each row's sums to `write`.
-    #[inline(always)]
-    pub(super) fn multiply<T: Real>(
-        self,
-        x: RowTile<'_>,
-        panel: &[u32],
-        mut write: impl FnMut(usize, &[T; PANEL]),
-    ) {
-        let write = &mut write;
-        vectorized(
-            #[inline(always)]
-            || match x.rows {
-                1 => self.rows_times_panel::<T, 1>(x, panel, write),
-                2 => self.rows_times_panel::<T, 2>(x, panel, write),
-                3 => self.rows_times_panel::<T, 3>(x, panel, write),
-                4 => self.rows_times_panel::<T, 4>(x, panel, write),
-                5 => self.rows_times_panel::<T, 5>(x, panel, write),
-                6 => self.rows_times_panel::<T, 6>(x, panel, write),
-                7 => self.rows_times_panel::<T, 7>(x, panel, write),
-                8 => self.rows_times_panel::<T, 8>(x, panel, write),
-                9 => self.rows_times_panel::<T, 9>(x, panel, write),
-                10 => self.rows_times_panel::<T, 10>(x, panel, write),
-                11 => self.rows_times_panel::<T, 11>(x, panel, write),
-                12 => self.rows_times_panel::<T, 12>(x, panel, write),
-                rows => unreachable!("no level has tiles of {rows} rows"),
-            },
-        );
-    }
-
-    #[inline(always)]
-    fn rows_times_panel<T: Real, const ROWS: usize>(
-        self,
-        x: RowTile<'_>,
-        panel: &[u32],
-        write: &mut impl FnMut(usize, &[T; PANEL]),
-    ) {
-        let x: [&[u32]; ROWS] = std::array::from_fn(|row| &x.values[row * x.stride..][..x.pairs]);
-        let mut sums = [[0.0; PANEL]; ROWS];
+    /// Rounds a row of numbers, and fills it up with zeros.
+    fn round_row<T: Real>(self, x: &[T], pairs: &mut [u32]) {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Instruction => {
                 #[expect(unsafe_code, reason = "instructions that not every machine has")]
                 // SAFETY: `best` has found that this one has them.
                 unsafe {
-                    instruction::add_products(x, panel, &mut sums);
+                    instruction::round_row(x, pairs);
                 }
             }
-            Self::Emulated => emulate_products(x, panel, &mut sums),
+            Self::Emulated => vectorized(
+                #[inline(always)]
+                || round_row(x, pairs),
+            ),
+        }
+    }
+
+    /// Sums the products of tiles, one after the other, has `join` change each row's sums, goes on with the
+    /// products of `then`, and hands the sums to `write`. Tiles have the same `rows`; `width` is how many
+    /// outputs of the panels there are.
+    #[inline(always)]
+    fn multiply(
+        self,
+        [rows, width]: [usize; 2],
+        tiles: &[PairTile<'_>],
+        mut join: impl FnMut(usize, &mut [f32; PANEL]),
+        then: Option<PairTile<'_>>,
+        mut write: impl FnMut(usize, &[f32; PANEL]),
+    ) {
+        let (join, write) = (&mut join, &mut write);
+        vectorized(
+            #[inline(always)]
+            || match rows {
+                1 => self.rows_times_panels::<1>(width, tiles, join, then, write),
+                2 => self.rows_times_panels::<2>(width, tiles, join, then, write),
+                3 => self.rows_times_panels::<3>(width, tiles, join, then, write),
+                4 => self.rows_times_panels::<4>(width, tiles, join, then, write),
+                5 => self.rows_times_panels::<5>(width, tiles, join, then, write),
+                6 => self.rows_times_panels::<6>(width, tiles, join, then, write),
+                7 => self.rows_times_panels::<7>(width, tiles, join, then, write),
+                8 => self.rows_times_panels::<8>(width, tiles, join, then, write),
+                9 => self.rows_times_panels::<9>(width, tiles, join, then, write),
+                10 => self.rows_times_panels::<10>(width, tiles, join, then, write),
+                11 => self.rows_times_panels::<11>(width, tiles, join, then, write),
+                12 => self.rows_times_panels::<12>(width, tiles, join, then, write),
+                rows => unreachable!("no tile has {rows} rows"),
+            },
+        );
+    }
+
+    #[inline(always)]
+    fn rows_times_panels<const ROWS: usize>(
+        self,
+        width: usize,
+        tiles: &[PairTile<'_>],
+        join: &mut impl FnMut(usize, &mut [f32; PANEL]),
+        then: Option<PairTile<'_>>,
+        write: &mut impl FnMut(usize, &[f32; PANEL]),
+    ) {
+        let mut sums = [[0.0; PANEL]; ROWS];
+        for &tile in tiles {
+            self.add_products(tile, width, &mut sums);
+        }
+        for (row, sums) in sums.iter_mut().enumerate() {
+            join(row, sums);
+        }
+        if let Some(tile) = then {
+            self.add_products(tile, width, &mut sums);
         }
         for (row, sums) in sums.iter().enumerate() {
-            let mut found = [T::ZERO; PANEL];
-            for (found, &sum) in found.iter_mut().zip(sums) {
-                *found = T::from_single(sum);
+            write(row, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn add_products<const ROWS: usize>(
+        self,
+        tile: PairTile<'_>,
+        width: usize,
+        sums: &mut [[f32; PANEL]; ROWS],
+    ) {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Instruction => {
+                #[expect(unsafe_code, reason = "instructions that not every machine has")]
+                // SAFETY: `best` has found that this one has them.
+                unsafe {
+                    // A panel's second vector is empty where there are few outputs.
+                    if width <= PANEL / 2 {
+                        instruction::add_products::<ROWS, 1>(tile, sums);
+                    } else {
+                        instruction::add_products::<ROWS, 2>(tile, sums);
+                    }
+                }
             }
-            write(row, &found);
+            Self::Emulated => emulate_products(tile, sums),
         }
     }
 }
@@ -221,69 +380,146 @@ impl Dots {
 #[cfg(target_arch = "x86_64")]
 mod instruction {
     use std::arch::x86_64::{
-        __m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps,
+        __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castps_si512, _mm512_cmpge_epu32_mask,
+        _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+        _mm512_set1_epi32, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_ps,
     };
 
-    use super::{BLOCK, PANEL};
+    use super::{PANEL, PairTile, Real};
 
     /// Numbers of a vector.
     const LANES: usize = 16;
 
+    /// Views a vector as one of bf16.
     #[inline(always)]
-    fn vectors(pairs: &[u32; PANEL]) -> [__m512bh; 2] {
-        #[expect(unsafe_code, reason = "vectors from numbers")]
-        // SAFETY: both are 128 bytes, and any bits are such vectors.
+    fn bf16(vector: __m512i) -> __m512bh {
+        #[expect(unsafe_code, reason = "a vector from another")]
+        // SAFETY: both are 64 bytes, and any bits are such a vector.
         unsafe {
-            std::mem::transmute::<[u32; PANEL], [__m512bh; 2]>(*pairs)
+            std::mem::transmute::<__m512i, __m512bh>(vector)
         }
     }
 
-    /// Computes the sums of all rows for the panel's outputs.
+    /// Rounds a row of numbers as [`round_row`](super::round_row) does.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    pub(super) fn add_products<const ROWS: usize>(
-        x: [&[u32]; ROWS],
-        panel: &[u32],
+    pub(super) fn round_row<T: Real>(x: &[T], pairs: &mut [u32]) {
+        // From here on numbers are rounded to infinity, which the instruction does not cut off.
+        const LARGE: i32 = 0x7f7f_8000;
+        let (size, large) = (_mm512_set1_epi32(i32::MAX), _mm512_set1_epi32(LARGE));
+        let is_large = |x: __m512| {
+            let size = _mm512_and_si512(_mm512_castps_si512(x), size);
+            _mm512_cmpge_epu32_mask(size, large) != 0
+        };
+        let (whole, _) = x.as_chunks::<{ 2 * LANES }>();
+        let (vectors, _) = pairs.as_chunks_mut::<LANES>();
+        for (pairs, x) in vectors.iter_mut().zip(whole) {
+            let mut singles = [0.0; 2 * LANES];
+            for (single, &x) in singles.iter_mut().zip(x) {
+                *single = x.to_single();
+            }
+            #[expect(unsafe_code, reason = "vectors from numbers")]
+            // SAFETY: both are 128 bytes, and any bits are such vectors.
+            let [first, second] =
+                unsafe { std::mem::transmute::<[f32; 2 * LANES], [__m512; 2]>(singles) };
+            if is_large(first) || is_large(second) {
+                super::round_row(x, pairs);
+                continue;
+            }
+            let rounded = _mm512_cvtne2ps_pbh(second, first);
+            #[expect(unsafe_code, reason = "numbers from a vector")]
+            // SAFETY: both are 64 bytes, and any bits are such numbers.
+            let rounded = unsafe { std::mem::transmute::<__m512bh, [u32; LANES]>(rounded) };
+            *pairs = rounded;
+        }
+        let done = whole.len();
+        super::round_row(&x[done * 2 * LANES..], &mut pairs[done * LANES..]);
+    }
+
+    /// Adds the products with the first `VECTORS` vectors of the panel's outputs to the sums of all rows.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the rows or the panel are shorter than they say.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) fn add_products<const ROWS: usize, const VECTORS: usize>(
+        tile: PairTile<'_>,
         sums: &mut [[f32; PANEL]; ROWS],
     ) {
-        const { assert!(PANEL == 2 * LANES, "two vectors of outputs") };
-        let mut accumulators = [[_mm512_setzero_ps(); 2]; ROWS];
-        let (blocks, _) = panel.as_chunks::<{ BLOCK * PANEL }>();
-        let x = x.map(|row| row.as_chunks::<BLOCK>().0);
-        for (index, block) in blocks.iter().enumerate() {
-            let x: [&[u32; BLOCK]; ROWS] = std::array::from_fn(|row| &x[row][index]);
-            for (at, weights) in block.as_chunks::<PANEL>().0.iter().enumerate() {
-                let [low, high] = vectors(weights);
-                for row in 0..ROWS {
-                    let x = _mm512_set1_epi32(x[row][at].cast_signed());
-                    #[expect(unsafe_code, reason = "vectors from numbers")]
-                    // SAFETY: both are 64 bytes, and any bits are such a vector.
-                    let x: __m512bh = unsafe { std::mem::transmute(x) };
-                    let [sum_low, sum_high] = accumulators[row];
-                    accumulators[row] = [
-                        _mm512_dpbf16_ps(sum_low, low, x),
-                        _mm512_dpbf16_ps(sum_high, high, x),
-                    ];
+        const { assert!(PANEL == 2 * LANES && VECTORS <= 2, "two vectors of outputs") };
+        let PairTile { x, panel } = tile;
+        let (stride, pairs) = (x.stride, x.pairs);
+        assert!(
+            x.values.len() >= (ROWS - 1) * stride + pairs,
+            "pairs of the rows"
+        );
+        assert!(panel.len() >= pairs * PANEL, "pairs of the panel");
+        let (x, panel) = (x.values.as_ptr(), panel.as_ptr());
+        let mut accumulators = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+        for row in 0..ROWS {
+            for vector in 0..VECTORS {
+                #[expect(unsafe_code, reason = "vectors from numbers")]
+                // SAFETY: a row has numbers for two vectors.
+                let sums = unsafe { _mm512_loadu_ps(sums[row].as_ptr().add(vector * LANES)) };
+                accumulators[row][vector] = sums;
+            }
+        }
+        // Checked above and addressed from a few of the rows: with a slice for each row there are fewer
+        // registers than what is looked at for each pair, which takes half as long again.
+        for pair in 0..pairs {
+            let mut weights = [_mm512_setzero_si512(); VECTORS];
+            for (vector, weights) in weights.iter_mut().enumerate() {
+                #[expect(unsafe_code, reason = "vectors without a check for each")]
+                // SAFETY: the panel has `pairs` rows of two vectors.
+                let found =
+                    unsafe { _mm512_loadu_si512(panel.add(pair * PANEL + vector * LANES).cast()) };
+                *weights = found;
+            }
+            for row in 0..ROWS {
+                #[expect(unsafe_code, reason = "numbers without a check for each")]
+                // SAFETY: there are `ROWS` rows of `pairs` pairs, `stride` apart.
+                let x = unsafe { *x.add(row / 3 * (3 * stride) + row % 3 * stride + pair) };
+                let x = bf16(_mm512_set1_epi32(x.cast_signed()));
+                for vector in 0..VECTORS {
+                    let sum = accumulators[row][vector];
+                    accumulators[row][vector] = _mm512_dpbf16_ps(sum, bf16(weights[vector]), x);
                 }
             }
         }
-        for (sums, accumulators) in sums.iter_mut().zip(accumulators) {
-            #[expect(unsafe_code, reason = "numbers from vectors")]
-            // SAFETY: both are 128 bytes, and any bits are such numbers.
-            let both = unsafe { std::mem::transmute::<[__m512; 2], [f32; PANEL]>(accumulators) };
-            *sums = both;
+        for row in 0..ROWS {
+            for vector in 0..VECTORS {
+                #[expect(unsafe_code, reason = "numbers from a vector")]
+                // SAFETY: a row has numbers for two vectors.
+                unsafe {
+                    let sums = sums[row].as_mut_ptr().add(vector * LANES);
+                    _mm512_storeu_ps(sums, accumulators[row][vector]);
+                }
+            }
         }
     }
 }
 
-/// Computes the sums of all rows for the panel's outputs.
+/// Adds the products with the panel's outputs to the sums of all rows.
+fn emulate_products(tile: PairTile<'_>, sums: &mut [[f32; PANEL]]) {
+    vectorized(
+        #[inline(always)]
+        || emulate(tile, sums),
+    );
+}
+
 #[inline(always)]
-fn emulate_products<const ROWS: usize>(
-    x: [&[u32]; ROWS],
-    panel: &[u32],
-    sums: &mut [[f32; PANEL]; ROWS],
-) {
+fn emulate(tile: PairTile<'_>, sums: &mut [[f32; PANEL]]) {
+    let PairTile { x, panel } = tile;
     let (panel, _) = panel.as_chunks::<PANEL>();
-    for (x, sums) in x.into_iter().zip(sums) {
+    for (row, sums) in sums.iter_mut().enumerate() {
+        let x = &x.values[row * x.stride..][..x.pairs];
+        for sum in sums.iter_mut() {
+            let is_denormal = sum.abs() < f32::MIN_POSITIVE;
+            *sum = if is_denormal {
+                0.0_f32.copysign(*sum)
+            } else {
+                *sum
+            };
+        }
         for (&x, weights) in x.iter().zip(panel) {
             for second in [true, false] {
                 add_products(number(x, second), weights, second, sums);
@@ -338,14 +574,21 @@ fn flush(result: f32, x: f32, weight: f32, sum: f32) -> f32 {
 ///
 /// `columns` begins with an even one. Of `panel` `[pairs of inputs, PANEL]` it makes `[pairs of outputs,
 /// PANEL]`.
-pub(super) fn turn_panel(panel: &[u32], columns: Range<usize>, turned: &mut [u32]) {
+#[expect(clippy::cast_possible_truncation, reason = "halves are asked for")]
+fn turn_panel(panel: &[u32], columns: Range<usize>, turned: &mut [u32]) {
     let (panel, _) = panel.as_chunks::<PANEL>();
     let inputs = &panel[columns.start / 2..columns.end.div_ceil(2)];
+    // Not compiled for wider vectors, which would be gathered from all over the panel.
     for (at, outputs) in inputs.iter().enumerate() {
-        let outputs = outputs.as_chunks::<2>().0;
-        for (turned, &[first, second]) in turned.chunks_exact_mut(PANEL).zip(outputs) {
-            turned[2 * at] = first & 0xffff | second << 16;
-            turned[2 * at + 1] = first >> 16 | second & 0xffff_0000;
+        let rows = turned.as_chunks_mut::<PANEL>().0.iter_mut();
+        for (turned, &[first, second]) in rows.zip(outputs.as_chunks::<2>().0) {
+            // Two outputs of two inputs, of which the inner numbers change places.
+            let both = u64::from(first) | u64::from(second) << 32;
+            let inner = (both ^ both >> 16) & 0xffff_0000;
+            let square = both ^ inner ^ inner << 16;
+            let (turned, _) = turned.as_chunks_mut::<2>();
+            // As if the index could be larger: what it is compared with is then known.
+            turned[at % (PANEL / 2)] = [(square & 0xffff_ffff) as u32, (square >> 32) as u32];
         }
     }
 }

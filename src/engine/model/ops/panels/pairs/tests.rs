@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::super::tests::{SHAPES, fill, product};
 use super::super::{
-    Level, PackedRows, Panels, Product, Term, WeightFormat, Write, linear, linears,
-    linears_backward,
+    Level, Orientation, PackedRows, Panels, Product, Term, TermRows, WeightFormat, Write, linear,
+    linears, linears_backward,
 };
 use super::*;
 
@@ -21,7 +21,16 @@ fn pack(weight: &[f32], outputs: usize, inputs: usize) -> Panels<f32> {
 /// Returns the sum of products of `k` pairs of numbers, each rounded, in the order of the pairs and in
 /// each from the second to the first.
 fn definition(k: usize, a: impl Fn(usize) -> f32, b: impl Fn(usize) -> f32) -> f32 {
-    let mut sum = 0.0;
+    definition_from(0.0, k, a, b)
+}
+
+/// Adds what [`definition`] says.
+fn definition_from(
+    mut sum: f32,
+    k: usize,
+    a: impl Fn(usize) -> f32,
+    b: impl Fn(usize) -> f32,
+) -> f32 {
     for first in (0..k).step_by(2) {
         for at in [first + 1, first].into_iter().filter(|&at| at < k) {
             sum = rounded(a(at)).mul_add(rounded(b(at)), sum);
@@ -57,6 +66,44 @@ fn numbers_are_rounded_to_the_nearest() {
     for value in fill(1000, 7) {
         assert!((rounded(value) - value).abs() <= value.abs() / 256.0);
         assert_eq!(rounded(rounded(value)), rounded(value));
+    }
+}
+
+#[test]
+fn rows_are_rounded_alike_with_the_instruction_and_without() {
+    let specials = [
+        f32::MAX,
+        f32::MIN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::from_bits(0x7f7f_7fff),
+        f32::from_bits(0x7f7f_8000),
+        f32::from_bits(0x7f80_0001),
+        f32::from_bits(0xffc0_1234),
+        f32::MIN_POSITIVE,
+        f32::from_bits(0x007f_ffff),
+        f32::from_bits(0x8000_0001),
+        -0.0,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
+    ];
+    for len in [1, 2, 31, 32, 33, 64, 200] {
+        let mut x = fill(len, 3);
+        for at in (0..len).step_by(3) {
+            x[at] = specials[at / 3 % specials.len()];
+        }
+        let pairs = |dots: Dots| {
+            let mut pairs = vec![7; pairs_of(len)];
+            dots.round_row(&x, &mut pairs);
+            pairs
+        };
+        let found = pairs(Dots::Emulated);
+        assert_eq!(found, pairs(Dots::best()));
+        for (at, &x) in x.iter().enumerate() {
+            let number = found[at / 2] >> (16 * (at % 2)) & 0xffff;
+            assert_eq!(number, u32::from(round(x)), "{x:e}");
+        }
+        assert!(found[len.div_ceil(2)..].iter().all(|&pair| pair == 0));
     }
 }
 
@@ -96,15 +143,38 @@ fn pairs(numbers: &[u16]) -> Vec<u32> {
         .collect()
 }
 
-fn sums(dots: Dots, x: &[u32], rows: usize, panel: &[u32]) -> Vec<[f32; PANEL]> {
+/// Returns what `dots` adds to `start` in two parts.
+fn sums(
+    dots: Dots,
+    start: &[f32; PANEL],
+    x: &[u32],
+    rows: usize,
+    panel: &[u32],
+) -> Vec<[f32; PANEL]> {
     let mut sums = vec![[f32::NAN; PANEL]; rows];
-    let x = RowTile {
-        values: x,
-        stride: x.len() / rows,
-        rows,
-        pairs: x.len() / rows,
+    let pairs = x.len() / rows;
+    let tile = |part: Range<usize>| PairTile {
+        x: RowTile {
+            values: &x[part.start..],
+            stride: pairs,
+            rows,
+            pairs: part.len(),
+        },
+        panel: &panel[part.start * PANEL..part.end * PANEL],
     };
-    dots.multiply(x, panel, |row, found: &[f32; PANEL]| sums[row] = *found);
+    let half = pairs / 2 / BLOCK * BLOCK;
+    // From zero with the first half, from `start` with the second.
+    dots.multiply(
+        [rows, PANEL],
+        &[tile(0..half)],
+        |_, sums| {
+            for (sum, start) in sums.iter_mut().zip(start) {
+                *sum = if *start == 0.0 { *sum } else { *start };
+            }
+        },
+        Some(tile(half..pairs)),
+        |row, found| sums[row] = *found,
+    );
     sums
 }
 
@@ -115,20 +185,27 @@ fn emulated_sums_are_those_of_the_instruction() {
         println!("skipped: no AVX512-BF16 here");
         return;
     }
+    const PAIRS: usize = 2 * BLOCK;
     let (rows, rounds) = (12, 300);
-    let numbers = patterns(2 * BLOCK * (rows + PANEL) * rounds);
+    let numbers = patterns(2 * PAIRS * (rows + PANEL) * rounds);
     let mut seen = BTreeMap::new();
-    for numbers in numbers.chunks_exact(2 * BLOCK * (rows + PANEL)) {
-        let (x, panel) = numbers.split_at(2 * BLOCK * rows);
+    for numbers in numbers.chunks_exact(2 * PAIRS * (rows + PANEL)) {
+        let (x, panel) = numbers.split_at(2 * PAIRS * rows);
         let (mut x, panel) = (pairs(x), pairs(panel));
         // Rows of one pair, of two and so on; the rest is zero. Longer sums are seldom numbers.
         for (at, x) in x.iter_mut().enumerate() {
-            if at % BLOCK > at / BLOCK % 6 {
+            if at % PAIRS > at / PAIRS % 6 {
                 *x = 0;
             }
         }
-        let found = sums(Dots::Emulated, &x, rows, &panel);
-        let expected = sums(hardware, &x, rows, &panel);
+        // As sums go on from what is there: from zero, from denormals and from others.
+        let start = std::array::from_fn(|at| match at % 4 {
+            0 | 1 => 0.0,
+            2 => f32::from_bits(panel[at] >> 9 | panel[at] & 0x8000_0000),
+            _ => number(panel[at], false),
+        });
+        let found = sums(Dots::Emulated, &start, &x, rows, &panel);
+        let expected = sums(hardware, &start, &x, rows, &panel);
         let pairs = found.as_flattened().iter().zip(expected.as_flattened());
         for (found, expected) in pairs {
             let is_same =
@@ -165,7 +242,7 @@ fn what_is_denormal_is_told_before_it_is_rounded() {
             (-(2.0_f32.powi(-75))).mul_add(1.5 * 2.0_f32.powi(exponent), 2.0_f32.powi(-126));
         assert_eq!(plain, f32::MIN_POSITIVE);
         for dots in [Dots::Emulated, Dots::best()] {
-            let found = sums(dots, &x, 1, &panel)[0][0];
+            let found = sums(dots, &[0.0; PANEL], &x, 1, &panel)[0][0];
             assert_eq!(found, expected, "{dots:?} 2^{exponent}");
         }
     }
@@ -196,8 +273,7 @@ fn backward_products_are_those_of_the_definition() {
         let (w, dy) = (fill(outputs * inputs, 2), fill(m * outputs, 3));
         let weight = pack(&w, outputs, inputs);
         for rows in [m, 1] {
-            let packed =
-                PackedRows::new(&dy[..rows * outputs], rows, 0..outputs, outputs, &[&weight]);
+            let packed = RowPairs::new(&dy[..rows * outputs], rows, 0..outputs, outputs);
             let mut dx = vec![f32::NAN; rows * inputs];
             let term = Term::new(1.0, &packed, &weight);
             linears_backward(&[term], Write::Replace, &mut dx);
@@ -234,8 +310,8 @@ fn products_of_both_kinds_together_are_those_apart() {
     assert_eq!(together, apart);
 
     let (dy, dz) = (fill(m * outputs, 3), fill(m * 8, 4));
-    let dz = PackedRows::new(&dz, m, 0..8, 8, &[&wide]);
-    let whole = PackedRows::new(&dy, m, 0..outputs, outputs, &[&bf16, &wide]);
+    let dz = PackedRows::new(&dz, m, 0..8, 8);
+    let whole = RowPairs::new(&dy, m, 0..outputs, outputs);
     let (mut expected, mut found) = (vec![0.0; m * inputs], vec![f32::NAN; m * inputs]);
     let term = Term::new(1.0, &whole, &bf16);
     linears_backward(&[term], Write::Replace, &mut expected);
@@ -246,10 +322,10 @@ fn products_of_both_kinds_together_are_those_apart() {
 
     linears_backward(&terms[..1], Write::Replace, &mut expected);
     for (part, write) in [(0..64, Write::Replace), (64..outputs, Write::Add)] {
-        let dy = PackedRows::new(&dy, m, part.clone(), outputs, &[&bf16]);
+        let dy = RowPairs::new(&dy, m, part.clone(), outputs);
         let term = Term {
             alpha: 1.0,
-            dy: &dy,
+            dy: TermRows::from(&dy),
             weight: &bf16,
             outputs: part,
         };
@@ -257,6 +333,116 @@ fn products_of_both_kinds_together_are_those_apart() {
     }
     for (found, expected) in found.iter().zip(expected) {
         assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+}
+
+/// Several matrices behind each other are one sum, as an adapter's are behind those of its layer.
+#[test]
+fn terms_are_one_sum() {
+    let (m, inputs) = (13, 50);
+    let shapes = [(16, 2), (70, 3), (33, 4)];
+    let factors = shapes.map(|(outputs, seed)| {
+        (
+            fill(outputs * inputs, seed),
+            fill(m * outputs, seed + 10),
+            outputs,
+        )
+    });
+    let panels = factors
+        .each_ref()
+        .map(|(w, _, outputs)| pack(w, *outputs, inputs));
+    let rows = factors
+        .each_ref()
+        .map(|(_, dy, outputs)| RowPairs::new(dy, m, 0..*outputs, *outputs));
+    let terms: Vec<Term<'_, f32>> = (rows.iter().zip(&panels))
+        .map(|(rows, panels)| Term::new(1.0, rows, panels))
+        .collect();
+    let mut dx = vec![f32::NAN; m * inputs];
+    linears_backward(&terms, Write::Replace, &mut dx);
+    for (at, &found) in dx.iter().enumerate() {
+        let (i, j) = (at / inputs, at % inputs);
+        let mut expected = 0.0;
+        for (w, dy, outputs) in &factors {
+            expected = definition_from(
+                expected,
+                *outputs,
+                |at| dy[i * outputs + at],
+                |at| w[at * inputs + j],
+            );
+        }
+        assert_eq!(found, expected, "{at}");
+    }
+}
+
+/// An update goes on from what its layer has written, whether with it or later.
+#[test]
+fn updates_go_on_from_what_is_there() {
+    let (inputs, rank) = (50, 16);
+    for (m, outputs, write) in [(1, 33, Write::Replace), (30, 70, Write::Add)] {
+        let (w, b) = (fill(outputs * inputs, 2), fill(outputs * rank, 3));
+        let (x, low) = (fill(m * inputs, 1), fill(m * rank, 4));
+        let (weight, b_panels) = (pack(&w, outputs, inputs), pack(&b, outputs, rank));
+        let rows = RowPairs::new(&x, m, 0..inputs, inputs);
+        let low_rows = RowPairs::new(&low, m, 0..rank, rank);
+        let before = fill(m * outputs, 5);
+        let product = |y: &mut [f32], update| {
+            let product = PairProduct {
+                weight: &weight,
+                write,
+                y,
+                update,
+            };
+            linears_of_pairs(1.0, &rows, vec![product]);
+        };
+        let (mut together, mut apart) = (before.clone(), before.clone());
+        product(&mut together, Some((&low_rows, &b_panels)));
+        product(&mut apart, None);
+        add_to_rows(&low_rows, &b_panels, &mut apart);
+        assert_eq!(together, apart);
+        for (at, &found) in together.iter().enumerate() {
+            let (i, j) = (at / outputs, at % outputs);
+            let sum = definition(inputs, |at| x[i * inputs + at], |at| w[j * inputs + at]);
+            let start = if write == Write::Add { before[at] } else { 0.0 };
+            let expected = definition_from(
+                start + sum,
+                rank,
+                |at| low[i * rank + at],
+                |at| b[j * rank + at],
+            );
+            assert_eq!(found, expected, "{at}");
+        }
+    }
+}
+
+#[test]
+fn outer_products_are_those_of_the_definition() {
+    // More tokens than lie side by side at a time, odd ones, and ranks of one group and of several.
+    for (m, rank, width) in [(1, 1, 1), (31, 16, 70), (2101, 13, 33)] {
+        let (low, x) = (fill(m * rank, 1), fill(m * width, 2));
+        let rows = RowPairs::new(&x, m, 0..width, width);
+        let mut upright = vec![1.0_f32; rank * width];
+        let mut turned = upright.clone();
+        let add = |orientation, sums: &mut [f32]| {
+            add_outer_products_of_pairs(2.0, &low, &rows, width, orientation, sums);
+        };
+        add(Orientation::Upright, &mut upright);
+        add(Orientation::Turned, &mut turned);
+        for i in 0..rank {
+            for j in 0..width {
+                let mut expected = 1.0;
+                for tokens in (0..m).step_by(2048) {
+                    let count = 2048.min(m - tokens);
+                    let sum = definition(
+                        count,
+                        |at| low[(tokens + at) * rank + i],
+                        |at| x[(tokens + at) * width + j],
+                    );
+                    expected = 2.0_f32.mul_add(sum, expected);
+                }
+                assert_eq!(upright[i * width + j], expected, "{m} {i} {j}");
+                assert_eq!(turned[j * rank + i], expected, "{m} {i} {j}");
+            }
+        }
     }
 }
 
