@@ -157,6 +157,16 @@ impl GuideFactory {
 /// What is said where llguidance panics, which names none of its insides.
 const PANICKED: &str = "it is too large, or has a keyword with a value that cannot be read";
 
+/// What begins the part of a message that is not for whoever wrote the schema: remedies within llguidance, and
+/// names of definitions, which are ours.
+const NOT_FOR_CLIENTS: [&str; 5] = [
+    " Enable 'coerce_one_of'",
+    "; consider making your grammar",
+    "; try avoiding",
+    "; either increase",
+    ": #/$defs/",
+];
+
 /// Returns what of llguidance's message is about the schema: without our grammar, which it quotes, the
 /// places in it, and remedies that are not for whoever wrote the schema.
 fn reason(message: &str) -> String {
@@ -173,16 +183,11 @@ fn reason(message: &str) -> String {
         Some(why) if first.ends_with(':') => &format!("{first} {why}"),
         _ => first,
     };
-    let line = line
-        .split(" Enable 'coerce_one_of'")
-        .next()
-        .unwrap_or_default();
-    let line = line
-        .split("; consider making your grammar")
-        .next()
-        .unwrap_or_default();
-    // Definitions have names that are ours.
-    let line = line.split(": #/$defs/").next().unwrap_or_default();
+    let end = NOT_FOR_CLIENTS
+        .iter()
+        .filter_map(|mark| line.find(mark))
+        .min();
+    let line = &line[..end.unwrap_or(line.len())];
     let mut reason: String = line.chars().take(MAX_REASON).collect();
     if reason.len() < line.len() {
         reason.push('…');
@@ -292,6 +297,10 @@ mod tests {
     #[case::remedy(
         "Current row has 3000 items; max is 2000; consider making your grammar left-recursive if it's right-recursive",
         "Current row has 3000 items; max is 2000"
+    )]
+    #[case::limits(
+        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x",
+        "lexer precomputation failed"
     )]
     #[case::state("too complex\n<non-verbose/>", "too complex")]
     fn reasons_are_about_the_schema(#[case] message: &str, #[case] expected: &str) {

@@ -466,6 +466,27 @@ fn values_in_xml_are_read_as_they_are_written(
     }
 }
 
+#[test]
+fn arguments_in_xml_are_those_of_what_the_parameters_refer_to() {
+    let parameters = json!({
+        "$ref": "#/$defs/A",
+        "$defs": {
+            "A": {
+                "type": "object", "properties": {"v": {"$ref": "#/$defs/N"}, "u": {}}, "required": ["v", "w"],
+            },
+            "N": {"type": "integer"},
+        },
+    });
+    let tools = [tool("f", parameters)];
+    let text = |value: &str| {
+        let arguments = format!("{value}\n</parameter>\n<parameter=w>\nx y");
+        spelled(ToolCallFormat::QwenXml, "f", "v", &arguments)
+    };
+    let found = call(ToolCallFormat::QwenXml, &tools, &text("5")).unwrap();
+    assert_eq!(found, json!({"v": 5, "w": "x y"}));
+    call(ToolCallFormat::QwenXml, &tools, &text("x")).unwrap_err();
+}
+
 fn write(format: ToolCallFormat, tools: &[ToolSpec]) -> Result<String, SchemaError> {
     let tokenizer = tokenizer(true);
     let token_id = |mark: &str| tokenizer.token_to_id(mark);
