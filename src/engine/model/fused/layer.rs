@@ -474,7 +474,7 @@ fn feed_forward_backward<T: FusedReal>(
     };
     let [dgate, dup] = match &in_pairs {
         Some([dgate, dup]) => [Rows::Pairs(dgate), Rows::Pairs(dup)],
-        None => [Rows::Wide(&*gate), Rows::Wide(&*up)],
+        None => [Rows::Wide(&gate), Rows::Wide(&up)],
     };
     let mut dnormed = Buffer::new(rows * layer.gate_proj.inputs);
     let both = [

@@ -1,4 +1,4 @@
-//! Matrix products of any strides, through the `gemm` crate: gradients of whole matrices and of attention.
+//! Matrix products of any strides, through the `gemm` crate: gradients of whole matrices.
 //! Products with weights are in [`panels`](super::panels).
 
 use gemm::Parallelism;
@@ -18,16 +18,7 @@ pub(crate) struct Matrix<'a, T> {
 impl<'a, T> Matrix<'a, T> {
     /// Views `values` as `rows` rows of `columns`, one after the other.
     pub(crate) fn new(values: &'a [T], rows: usize, columns: usize) -> Self {
-        Self::strided(values, rows, columns, columns)
-    }
-
-    /// Views `values` as rows of `columns` that start `row_stride` apart.
-    pub(crate) fn strided(values: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Self {
-        let needed = if rows == 0 || columns == 0 {
-            0
-        } else {
-            (rows - 1) * row_stride + columns
-        };
+        let needed = rows * columns;
         assert!(
             needed <= values.len(),
             "matrix of {needed} elements in {}",
@@ -37,7 +28,7 @@ impl<'a, T> Matrix<'a, T> {
             values,
             rows,
             columns,
-            row_stride,
+            row_stride: columns,
             column_stride: 1,
         }
     }

@@ -128,12 +128,21 @@ fn products_in_bf16_are_as_close_as_weights_in_bf16(
     let bf16 = narrow(kind, &lora(), WeightFormat::Bf16Products);
     let rounded = narrow(kind, &lora(), WeightFormat::Bf16);
     let original = narrow(kind, &lora(), WeightFormat::Wide);
-    // The adapter's matrices are rounded as well, those of the one where they are multiplied.
-    for (_, var) in rounded.variables() {
-        let values = var.to_dtype(DType::BF16).unwrap();
-        var.set(&values.to_dtype(DType::F32).unwrap()).unwrap();
+    for decoder in [&bf16, &rounded, &original] {
+        for (name, var) in decoder.variables() {
+            let mut values = var.copy().unwrap();
+            // Larger ones drive the model to where it is no matter of rounding any more.
+            if name.contains("lora_B") {
+                values = (values / 8.0).unwrap();
+            }
+            // The adapter's matrices are rounded as well: by the model in bf16 where it multiplies them.
+            if std::ptr::eq(decoder, &rounded) {
+                values = values.to_dtype(DType::BF16).unwrap();
+            }
+            var.set(&values.to_dtype(DType::F32).unwrap()).unwrap();
+        }
+        decoder.mark_updated();
     }
-    rounded.mark_updated();
     let same = |a: &Decoder, b: &Decoder| {
         let values = |decoder: &Decoder| -> Vec<f64> {
             let weights = decoder.weights().into_iter();
@@ -158,6 +167,7 @@ fn products_in_bf16_are_as_close_as_weights_in_bf16(
     for (which, what) in ["logits", "gradients"].into_iter().enumerate() {
         let away = distance(&found[which], &expected[which]);
         let scale = distance(&expected[which], &before[which]);
+        assert!(scale < 0.1, "{what}: {scale} is more than rounding does");
         assert!(away > 0.0 && away < 3.0 * scale, "{what}: {away} {scale}");
     }
 }

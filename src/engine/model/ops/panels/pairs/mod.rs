@@ -361,15 +361,16 @@ impl Dots {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Instruction => {
+                // A panel's second vector is empty where there are few outputs.
+                let add = if width <= PANEL / 2 {
+                    instruction::add_products::<ROWS, 1>
+                } else {
+                    instruction::add_products::<ROWS, 2>
+                };
                 #[expect(unsafe_code, reason = "instructions that not every machine has")]
                 // SAFETY: `best` has found that this one has them.
                 unsafe {
-                    // A panel's second vector is empty where there are few outputs.
-                    if width <= PANEL / 2 {
-                        instruction::add_products::<ROWS, 1>(tile, sums);
-                    } else {
-                        instruction::add_products::<ROWS, 2>(tile, sums);
-                    }
+                    add(tile, sums);
                 }
             }
             Self::Emulated => emulate_products(tile, sums),
@@ -381,11 +382,10 @@ impl Dots {
 mod instruction {
     use std::arch::x86_64::{
         __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castps_si512, _mm512_cmpge_epu32_mask,
-        _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-        _mm512_set1_epi32, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_ps,
+        _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps,
     };
 
-    use super::{PANEL, PairTile, Real};
+    use super::{PANEL, PairTile, Real, RowTile};
 
     /// Numbers of a vector.
     const LANES: usize = 16;
@@ -397,6 +397,15 @@ mod instruction {
         // SAFETY: both are 64 bytes, and any bits are such a vector.
         unsafe {
             std::mem::transmute::<__m512i, __m512bh>(vector)
+        }
+    }
+
+    #[inline(always)]
+    fn vectors(pairs: &[u32; PANEL]) -> [__m512bh; 2] {
+        #[expect(unsafe_code, reason = "vectors from numbers")]
+        // SAFETY: both are 128 bytes, and any bits are such vectors.
+        unsafe {
+            std::mem::transmute::<[u32; PANEL], [__m512bh; 2]>(*pairs)
         }
     }
 
@@ -440,6 +449,7 @@ mod instruction {
     /// # Panics
     ///
     /// Panics if the rows or the panel are shorter than they say.
+    #[expect(clippy::needless_range_loop, reason = "a row indexes several arrays")]
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) fn add_products<const ROWS: usize, const VECTORS: usize>(
         tile: PairTile<'_>,
@@ -447,52 +457,50 @@ mod instruction {
     ) {
         const { assert!(PANEL == 2 * LANES && VECTORS <= 2, "two vectors of outputs") };
         let PairTile { x, panel } = tile;
-        let (stride, pairs) = (x.stride, x.pairs);
+        let RowTile {
+            values,
+            stride,
+            pairs,
+            ..
+        } = x;
         assert!(
-            x.values.len() >= (ROWS - 1) * stride + pairs,
+            values.len() >= (ROWS - 1) * stride + pairs,
             "pairs of the rows"
         );
-        assert!(panel.len() >= pairs * PANEL, "pairs of the panel");
-        let (x, panel) = (x.values.as_ptr(), panel.as_ptr());
+        let panel = &panel.as_chunks::<PANEL>().0[..pairs];
         let mut accumulators = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-        for row in 0..ROWS {
-            for vector in 0..VECTORS {
-                #[expect(unsafe_code, reason = "vectors from numbers")]
-                // SAFETY: a row has numbers for two vectors.
-                let sums = unsafe { _mm512_loadu_ps(sums[row].as_ptr().add(vector * LANES)) };
-                accumulators[row][vector] = sums;
+        for (accumulators, sums) in accumulators.iter_mut().zip(&*sums) {
+            let (vectors, _) = sums.as_chunks::<LANES>();
+            for (accumulator, &sums) in accumulators.iter_mut().zip(vectors) {
+                #[expect(unsafe_code, reason = "a vector from numbers")]
+                // SAFETY: both are 64 bytes, and any bits are such a vector.
+                let vector = unsafe { std::mem::transmute::<[f32; LANES], __m512>(sums) };
+                *accumulator = vector;
             }
         }
-        // Checked above and addressed from a few of the rows: with a slice for each row there are fewer
-        // registers than what is looked at for each pair, which takes half as long again.
-        for pair in 0..pairs {
-            let mut weights = [_mm512_setzero_si512(); VECTORS];
-            for (vector, weights) in weights.iter_mut().enumerate() {
-                #[expect(unsafe_code, reason = "vectors without a check for each")]
-                // SAFETY: the panel has `pairs` rows of two vectors.
-                let found =
-                    unsafe { _mm512_loadu_si512(panel.add(pair * PANEL + vector * LANES).cast()) };
-                *weights = found;
-            }
+        for (pair, weights) in panel.iter().enumerate() {
+            let weights = vectors(weights);
             for row in 0..ROWS {
+                // Addressed from a few of the rows: with a slice for each, what is checked for each pair
+                // needs more registers than there are and takes half as long again.
+                let at = row / 3 * (3 * stride) + row % 3 * stride + pair;
                 #[expect(unsafe_code, reason = "numbers without a check for each")]
-                // SAFETY: there are `ROWS` rows of `pairs` pairs, `stride` apart.
-                let x = unsafe { *x.add(row / 3 * (3 * stride) + row % 3 * stride + pair) };
+                // SAFETY: checked above, there are `ROWS` rows of `pairs` pairs, `stride` apart.
+                let x = unsafe { *values.get_unchecked(at) };
                 let x = bf16(_mm512_set1_epi32(x.cast_signed()));
                 for vector in 0..VECTORS {
                     let sum = accumulators[row][vector];
-                    accumulators[row][vector] = _mm512_dpbf16_ps(sum, bf16(weights[vector]), x);
+                    accumulators[row][vector] = _mm512_dpbf16_ps(sum, weights[vector], x);
                 }
             }
         }
-        for row in 0..ROWS {
-            for vector in 0..VECTORS {
+        for (sums, accumulators) in sums.iter_mut().zip(accumulators) {
+            let (vectors, _) = sums.as_chunks_mut::<LANES>();
+            for (sums, accumulator) in vectors.iter_mut().zip(accumulators) {
                 #[expect(unsafe_code, reason = "numbers from a vector")]
-                // SAFETY: a row has numbers for two vectors.
-                unsafe {
-                    let sums = sums[row].as_mut_ptr().add(vector * LANES);
-                    _mm512_storeu_ps(sums, accumulators[row][vector]);
-                }
+                // SAFETY: both are 64 bytes, and any bits are such numbers.
+                let found = unsafe { std::mem::transmute::<__m512, [f32; LANES]>(accumulator) };
+                *sums = found;
             }
         }
     }

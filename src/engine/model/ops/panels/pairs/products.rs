@@ -446,13 +446,13 @@ fn add_sums<T: Real>(
 fn pair_tokens(x: &RowPairs, tokens: Range<usize>, first: usize, len: usize, panels: &mut [u32]) {
     const NOTHING: [u32; PANELS_AT_A_TIME * PANEL / 2] = [0; PANELS_AT_A_TIME * PANEL / 2];
     let columns = first..x.pairs.min(first + NOTHING.len());
+    let nothing = &NOTHING[..columns.len()];
     let mut tokens = tokens.map(|token| &x.row(token)[columns.clone()]);
     super::vectorized(
         #[inline(always)]
         || {
             for pair in 0..len / PANEL {
-                let first = tokens.next().unwrap_or(&NOTHING[..columns.len()]);
-                let second = tokens.next().unwrap_or(&NOTHING[..columns.len()]);
+                let [first, second] = [(); 2].map(|()| tokens.next().unwrap_or(nothing));
                 let blocks = (first.chunks(PANEL / 2)).zip(second.chunks(PANEL / 2));
                 for (values, (first, second)) in panels.chunks_exact_mut(len).zip(blocks) {
                     let (values, _) = values[pair * PANEL..][..PANEL].as_chunks_mut::<2>();
