@@ -582,7 +582,6 @@ fn flush(result: f32, x: f32, weight: f32, sum: f32) -> f32 {
 ///
 /// `columns` begins with an even one. Of `panel` `[pairs of inputs, PANEL]` it makes `[pairs of outputs,
 /// PANEL]`.
-#[expect(clippy::cast_possible_truncation, reason = "halves are asked for")]
 fn turn_panel(panel: &[u32], columns: Range<usize>, turned: &mut [u32]) {
     let (panel, _) = panel.as_chunks::<PANEL>();
     let inputs = &panel[columns.start / 2..columns.end.div_ceil(2)];
