@@ -117,6 +117,26 @@ fn products_in_bf16_depend_on_no_neighbour(
     );
 }
 
+/// An adapter beside the base goes on from what the base has written, as the one that is trained does.
+#[rstest]
+fn an_adapter_served_in_bf16_has_the_bits_of_the_trained_one(
+    #[values(ModelType::Qwen3, ModelType::Qwen2, ModelType::Llama)] kind: ModelType,
+) {
+    let trained = narrow(kind, &lora(), WeightFormat::Bf16Products);
+    let base = narrow(kind, &Trainable::Frozen, WeightFormat::Bf16Products);
+    let adapter = trained.adapter(None).unwrap();
+    let id = base.add_adapter("policy", &adapter).unwrap();
+    let tokens = random_tokens(40, 19, 3);
+    let mut batch = PackedBatch::from_sequences([&tokens[..7]]);
+    batch.push_adapted(&tokens, 0, Some(id));
+    let found = logits(&base, &batch);
+    let expected = logits(&trained, &PackedBatch::from_sequences([&tokens]));
+    assert_eq!(found[7..], expected);
+    let alone = PackedBatch::from_sequences([&tokens[..7]]);
+    assert_eq!(found[..7], logits(&base, &alone));
+    assert_ne!(found[..7], expected[..7]);
+}
+
 /// Products in bf16 round what meets the weights as the weights themselves are rounded: by at most 2^-9 of
 /// a number. Each product rounds once in each direction, so logits and gradients move about as far from
 /// those of the same weights in `f32` as these are from those of the weights that were not rounded, which

@@ -494,9 +494,9 @@ mod instruction {
                 }
             }
         }
-        for (sums, accumulators) in sums.iter_mut().zip(accumulators) {
+        for (sums, accumulators) in sums.iter_mut().zip(&accumulators) {
             let (vectors, _) = sums.as_chunks_mut::<LANES>();
-            for (sums, accumulator) in vectors.iter_mut().zip(accumulators) {
+            for (sums, &accumulator) in vectors.iter_mut().zip(accumulators) {
                 #[expect(unsafe_code, reason = "numbers from a vector")]
                 // SAFETY: both are 64 bytes, and any bits are such numbers.
                 let found = unsafe { std::mem::transmute::<__m512, [f32; LANES]>(accumulator) };
