@@ -13,17 +13,13 @@ from pathlib import Path
 
 
 def tasks(path: Path, loops: int) -> None:
-    """Writes tasks that the carried model can solve, each with a slow test."""
+    """Writes tasks of the carried model's, each with a slow test more."""
+    starter = Path(__file__).parents[2] / "examples/starter/tasks/train.jsonl"
+    slow = f"assert sum(1 for _ in range({loops})) == {loops}"
     with path.open("w") as file:
-        for number in range(1, 41):
-            slow = f"assert sum(1 for _ in range({loops})) == {loops}"
-            row = {
-                "task_id": f"slow-{number}",
-                "prompt": f"Write a function f(x) that takes x, adds {number}.",
-                "code": f"def f(x):\n    return x + {number}",
-                "test_imports": [],
-                "test_list": [f"assert f(1) == {number + 1}", slow],
-            }
+        for line in starter.read_text().splitlines()[:80]:
+            row = json.loads(line)
+            row["test_list"].append(slow)
             file.write(json.dumps(row) + "\n")
 
 
