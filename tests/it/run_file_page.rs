@@ -43,8 +43,14 @@ fn items(source: &str) -> BTreeMap<String, Item> {
     let mut documentation = String::new();
     let mut renames = String::new();
     let mut open: Option<(String, Item)> = None;
+    let mut is_in_attribute = false;
     for line in source.lines() {
         let text = line.trim();
+        // An attribute over several lines is not a member.
+        if is_in_attribute || text == "#[serde(" {
+            is_in_attribute = text != ")]";
+            continue;
+        }
         let begins = |word: &str| Some(text.strip_prefix(word)?.strip_suffix(" {")?.to_owned());
         if let Some(doc) = text.strip_prefix("///") {
             documentation.push_str(doc.trim_start());
@@ -222,7 +228,8 @@ fn every_key_of_a_run_is_on_the_page() {
 fn the_scanner_reads_fields_and_variants() {
     let found = items(
         "/// Doc.\n#[serde(rename_all = \"snake_case\")]\npub enum Loss {\n    /// One.\n    DrGrpo,\n}\n\
-         pub struct A {\n    /// Two\n    /// lines.\n    #[serde(default)]\n    pub b: Option<Loss>,\n}\n",
+         pub struct A {\n    /// Two\n    /// lines.\n    #[serde(default)]\n    pub b: Option<Loss>,\n    /// Three.\n    \
+         #[serde(\n        with = \"x\",\n        default\n    )]\n    pub c: u64,\n}\n",
     );
     let member =
         |name: &str, kind: &str, text: &str| (name.to_owned(), kind.to_owned(), text.to_owned());
@@ -230,6 +237,9 @@ fn the_scanner_reads_fields_and_variants() {
     assert_eq!(value_name("DrGrpo", &found["Loss"].renames), "dr_grpo");
     assert_eq!(
         found["A"].members,
-        [member("b", "Option<Loss>", "Two lines.")]
+        [
+            member("b", "Option<Loss>", "Two lines."),
+            member("c", "u64", "Three.")
+        ]
     );
 }

@@ -19,7 +19,7 @@ const POLL: Duration = Duration::from_millis(5);
 /// How long its output may stay open once it has ended: a process that it left behind may hold it.
 const DRAIN: Duration = Duration::from_millis(500);
 /// Where the folder of an episode is in a sandbox.
-const SANDBOX_FOLDER: &str = "/work";
+const SANDBOX_FOLDER: &str = "/episode";
 
 /// What keeps an agent from the rest of the machine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -154,7 +154,7 @@ fn a_sandbox_hides_the_rest_of_the_machine() {
     let told = String::from_utf8_lossy(&ended.stdout).into_owned();
     assert_eq!(
         told,
-        "/work\ndone\n",
+        "/episode\ndone\n",
         "{}",
         String::from_utf8_lossy(&ended.stderr)
     );
