@@ -131,6 +131,14 @@ fn a_sandbox_hides_the_rest_of_the_machine() {
         println!("skipped: there is no bubblewrap");
         return;
     }
+    let (ended, _folder) = run_in(Isolation::Bubblewrap, &[], "true", PATIENCE);
+    if !ended.status.is_some_and(|status| status.success()) {
+        println!(
+            "skipped: no namespaces are to be had here: {}",
+            ended.describe()
+        );
+        return;
+    }
     let secret = tempfile::Builder::new()
         .tempfile_in(std::env::temp_dir())
         .unwrap();
