@@ -9,15 +9,12 @@ use std::collections::BTreeMap;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::super::panels::{Level, PANEL};
+use super::super::panels::{Level, PANEL, VECTORS, multiply_vectors};
 use super::super::{Buffer, LANES, Real, lane_sum, vectorized};
 use super::{HeadShape, KeyValues as _, PackedKeyValues};
 
 /// Queries whose probabilities are held at a time.
 pub(super) const QUERIES_PER_TILE: usize = 32;
-
-/// Vectors of a panel that a kernel has accumulators for, for each row.
-const VECTORS: usize = 2;
 
 /// Gradients of [`attend`](super::attend)'s inputs, in the inputs' layout.
 pub(crate) struct AttentionGradients<T: Real> {
@@ -484,15 +481,7 @@ impl<T: Real, W: FnMut(usize, &[T; PANEL]), const R: usize> WithSimd
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // How many numbers the two vectors of a row hold.
-        match VECTORS * size_of::<T::Vector<S>>() / size_of::<T>() {
-            2 => self.multiply::<S, 2>(simd),
-            4 => self.multiply::<S, 4>(simd),
-            8 => self.multiply::<S, 8>(simd),
-            16 => self.multiply::<S, 16>(simd),
-            32 => self.multiply::<S, 32>(simd),
-            numbers => unreachable!("no machine has vectors of {numbers} numbers"),
-        }
+        multiply_vectors!(self, simd, T, S);
     }
 }
 
@@ -553,14 +542,7 @@ impl<T: Real, W: FnMut(usize, &[T; PANEL]), const C: usize> WithSimd
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        match VECTORS * size_of::<T::Vector<S>>() / size_of::<T>() {
-            2 => self.multiply::<S, 2>(simd),
-            4 => self.multiply::<S, 4>(simd),
-            8 => self.multiply::<S, 8>(simd),
-            16 => self.multiply::<S, 16>(simd),
-            32 => self.multiply::<S, 32>(simd),
-            numbers => unreachable!("no machine has vectors of {numbers} numbers"),
-        }
+        multiply_vectors!(self, simd, T, S);
     }
 }
 

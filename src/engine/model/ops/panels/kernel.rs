@@ -8,7 +8,23 @@ use super::pairs::Dots;
 use super::stored::{Panel, Source};
 
 /// Vectors of outputs that a kernel has accumulators for, for each row.
-const VECTORS: usize = 2;
+pub(in super::super) const VECTORS: usize = 2;
+
+/// Calls a kernel's `multiply` for as many numbers as the vectors of a row hold, which have to be known when it
+/// is compiled.
+macro_rules! multiply_vectors {
+    ($kernel:expr, $simd:expr, $real:ident, $level:ident) => {
+        match VECTORS * size_of::<$real::Vector<$level>>() / size_of::<$real>() {
+            2 => $kernel.multiply::<$level, 2>($simd),
+            4 => $kernel.multiply::<$level, 4>($simd),
+            8 => $kernel.multiply::<$level, 8>($simd),
+            16 => $kernel.multiply::<$level, 16>($simd),
+            32 => $kernel.multiply::<$level, 32>($simd),
+            numbers => unreachable!("no machine has vectors of {numbers} numbers"),
+        }
+    };
+}
+pub(in super::super) use multiply_vectors;
 
 /// A number type with vectors of the machine's width.
 pub trait Vectorized: Sized {
@@ -229,15 +245,7 @@ impl<T: Real, P: Source<T>, W: FnMut(usize, &[T; PANEL])> WithSimd for Multiply<
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
-        // How many numbers the two vectors of a row hold.
-        match VECTORS * size_of::<T::Vector<S>>() / size_of::<T>() {
-            2 => self.multiply::<S, 2>(simd),
-            4 => self.multiply::<S, 4>(simd),
-            8 => self.multiply::<S, 8>(simd),
-            16 => self.multiply::<S, 16>(simd),
-            32 => self.multiply::<S, 32>(simd),
-            numbers => unreachable!("no machine has vectors of {numbers} numbers"),
-        }
+        multiply_vectors!(self, simd, T, S);
     }
 }
 

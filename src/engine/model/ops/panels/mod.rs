@@ -22,7 +22,7 @@ pub(crate) use backward::{
     Orientation, PackedRows, Term, TermRows, add_outer_products, linears_backward,
 };
 use kernel::Tile;
-pub(super) use kernel::{Level, Vectorized};
+pub(super) use kernel::{Level, VECTORS, Vectorized, multiply_vectors};
 pub(crate) use pairs::{
     PairProduct, RowPairs, add_outer_products_of_pairs, add_to_rows, linears_of_pairs,
 };
