@@ -28,6 +28,7 @@ pub use schema::SchemaError;
 #[cfg(any(fuzzing, test))]
 pub use template::fuzz_template;
 pub use template::{ChatTemplate, RenderOptions, RenderedChat};
+pub(crate) use tool_parser::json_type;
 pub use tool_parser::{
     ParsedTurn, ToolCallError, ToolCallFormat, UnknownToolCallFormat, parse_calls, parse_turn,
     parse_turn_as,

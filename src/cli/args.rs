@@ -160,6 +160,15 @@ impl LimitArgs {
     }
 }
 
+/// Refuses an address of another scheme.
+pub(super) fn require_http(option: &str, url: &str) -> Result<(), Failure> {
+    if url.starts_with("http://") || url.starts_with("https://") {
+        return Ok(());
+    }
+    let message = format!("`{option}` is `{url}`, not an `http://` or `https://` address");
+    Err(Failure::usage(anyhow::anyhow!(message)))
+}
+
 /// Reads `2s`, `500ms` or `1m 30s`.
 pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration: jiff::SignedDuration = text

@@ -176,6 +176,22 @@ impl Episode {
 
     /// Takes a sampled turn and returns the messages that answer it, or `None` at the end.
     pub(super) fn take_turn(&mut self, sampled: &SampledTurn) -> Option<Vec<Message>> {
+        self.guard(|episode| episode.take_sampled(sampled))
+    }
+
+    /// Does something with the environment. A panic of it would end the process, or the collection; here it
+    /// ends one episode.
+    fn guard(
+        &mut self,
+        act: impl FnOnce(&mut Self) -> Option<Vec<Message>>,
+    ) -> Option<Vec<Message>> {
+        catch_unwind(AssertUnwindSafe(|| act(self))).unwrap_or_else(|_| {
+            self.fail(&std::io::Error::other("the environment panicked"));
+            None
+        })
+    }
+
+    fn take_sampled(&mut self, sampled: &SampledTurn) -> Option<Vec<Message>> {
         let start = self.trajectory.trace.len();
         if let Err(error) = self.record(sampled) {
             self.fail(&error);
@@ -195,7 +211,8 @@ impl Episode {
         seconds: f64,
     ) -> Option<Vec<Message>> {
         self.trajectory.usage.generate_seconds += seconds;
-        self.act(turn, is_cut_off, self.trajectory.trace.len())
+        let start = self.trajectory.trace.len();
+        self.guard(|episode| episode.act(turn, is_cut_off, start))
     }
 
     /// Lets the environment answer a turn, whose ids begin at `start`.
@@ -254,6 +271,18 @@ impl Episode {
         let result = self.environment.close(None);
         self.use_stats(self.environment.stats());
         self.take_result(result, true);
+    }
+
+    /// Ends an episode that was played elsewhere, with its answer if it gave one.
+    pub(super) fn end(&mut self, answer: Option<&str>) {
+        self.guard(|episode| {
+            let result = match answer {
+                Some(answer) => episode.environment.submit(answer),
+                None => episode.environment.close(None),
+            };
+            episode.use_stats(episode.environment.stats());
+            episode.take_result(result, false)
+        });
     }
 
     /// Marks the episode as failed by us: it has no reward.

@@ -1,7 +1,6 @@
 //! Many episodes over one engine.
 
 use std::collections::HashMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -580,14 +579,7 @@ impl<'a> Collector<'a> {
             seconds,
         };
         spawn_tools(move || {
-            // A panic on the pool would end the process; here it ends one episode.
-            let answer = AssertUnwindSafe(|| running.episode.take_turn(&turn));
-            let messages = catch_unwind(answer).unwrap_or_else(|_| {
-                running
-                    .episode
-                    .fail(&std::io::Error::other("the environment panicked"));
-                None
-            });
+            let messages = running.episode.take_turn(&turn);
             // The receiver is gone only when the collection failed; then nobody waits.
             let _ = sender.send((id, running, messages));
         });

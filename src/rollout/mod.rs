@@ -15,6 +15,7 @@ mod external;
 mod group;
 mod paused;
 mod seed;
+mod side_by_side;
 mod tools;
 
 pub use self::agent::Episode;
@@ -27,3 +28,4 @@ pub use self::external::{AgentCollector, AgentConfig, Isolation};
 pub use self::group::RolloutGroup;
 pub use self::paused::{Origin, PausedGroup, PausedRecord};
 pub use self::seed::derive_seed;
+pub use self::side_by_side::side_by_side;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
-use wardian::trajectory::read_step;
+use wardian::trajectory::{Status, read_step};
 
 const AGENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/agents/minimal.py");
 
@@ -102,4 +102,29 @@ fn an_agent_that_fails_is_no_fault_of_the_policy() {
     let (is_done, told) = train(&folder.path().join("none"), &[], &[]);
     assert!(!is_done);
     assert!(told.contains("rollout.agent.command"), "{told}");
+}
+
+/// Asks for two tokens, which end no answer.
+const HASTY: &str = r#"
+import json, os, urllib.request
+body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Write f."}]}
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"#;
+
+/// What is cut off can be left out of the loss (`trainer.mask_truncated`), so it has to be known.
+#[test]
+fn a_row_whose_last_answer_was_cut_off_says_so() {
+    let folder = tempfile::tempdir().expect("a folder is made");
+    let run = folder.path().join("run");
+    let (is_done, told) = train(&run, &["python3", "-c", HASTY], &["trainer.steps=1"]);
+    assert!(is_done, "{told}");
+    let step = read_step(&run.join("rollouts/step-1.jsonl")).expect("the step is there");
+    let rows: Vec<_> = step.map(|row| row.expect("a row")).collect();
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        assert_eq!((row.trace.sampled_len(), row.passed), (2, Some(false)));
+        assert_eq!(row.status, Status::Truncated);
+    }
 }

@@ -302,7 +302,8 @@ fn check_call(value: Value, key: &'static str) -> Result<ToolCall, ToolCallError
     }
 }
 
-fn json_type(value: &Value) -> &'static str {
+/// Names the JSON type of a value, for messages.
+pub(crate) fn json_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",

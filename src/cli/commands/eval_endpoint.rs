@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::runtime::load_sandboxes;
 use super::serving::secret;
 use super::setup::{self, Resolved};
-use crate::cli::args::parse_duration;
+use crate::cli::args::{parse_duration, require_http};
 use crate::cli::failure::Failure;
 use crate::cli::printer::Printer;
 use crate::cli::progress::Progress;
@@ -106,14 +106,7 @@ impl EndpointArgs {
         model: Option<&str>,
         config: &RunConfig,
     ) -> Result<EndpointConfig, Failure> {
-        if !["http://", "https://"]
-            .iter()
-            .any(|scheme| url.starts_with(scheme))
-        {
-            let message =
-                format!("`--endpoint` is `{url}`, not an `http://` or `https://` address");
-            return Err(Failure::usage(anyhow::anyhow!(message)));
-        }
+        require_http("--endpoint", url)?;
         let extra = match self.extra.as_deref().map(serde_json::from_str::<Value>) {
             None => Map::new(),
             Some(Ok(Value::Object(extra))) => extra,

@@ -11,7 +11,7 @@ use clap::Args;
 use super::serving::{EngineArgs, Served, api_key, on_runtime, secret};
 use super::setup;
 use crate::cli::ExitStatus;
-use crate::cli::args::{ModelArgs, parse_duration};
+use crate::cli::args::{ModelArgs, parse_duration, require_http};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::http;
@@ -111,11 +111,7 @@ struct UpstreamArgs {
 
 impl UpstreamArgs {
     fn config(&self, url: &str, max_calls: usize) -> Result<UpstreamConfig, Failure> {
-        if !(url.starts_with("http://") || url.starts_with("https://")) {
-            let message =
-                format!("`--upstream` is `{url}`, not an `http://` or `https://` address");
-            return Err(Failure::usage(anyhow::anyhow!(message)));
-        }
+        require_http("--upstream", url)?;
         Ok(UpstreamConfig {
             model: self.upstream_model.clone(),
             api_key: secret(self.upstream_key_env.as_deref()).map_err(Failure::usage)?,

@@ -1,13 +1,12 @@
 //! One episode with a model behind an endpoint.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 
 use super::results::{EndpointUsage, EpisodeRecord};
 use super::{Asker, EndpointConfig};
-use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec};
+use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec, json_type};
 use crate::proxy::{Completion, Ending, ProxyError};
 use crate::rollout::Episode;
 
@@ -59,13 +58,7 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
         let turn = parse(&completion);
         let is_cut_off = completion.ending == Ending::Length;
         let seconds = started.elapsed().as_secs_f64();
-        // A panic would end the evaluation; here it ends one episode.
-        let act = AssertUnwindSafe(|| episode.take_untraced_turn(&turn, is_cut_off, seconds));
-        let answers = catch_unwind(act).unwrap_or_else(|_| {
-            episode.fail(&std::io::Error::other("the environment panicked"));
-            None
-        });
-        let Some(answers) = answers else {
+        let Some(answers) = episode.take_untraced_turn(&turn, is_cut_off, seconds) else {
             break;
         };
         if completion.prompt_tokens + completion.completion_tokens >= config.max_total_tokens {
@@ -151,19 +144,14 @@ fn read_arguments(name: &str, text: &str) -> Result<Value, ToolCallError> {
         let message = error.to_string();
         ToolCallError::InvalidJson { message }
     })?;
-    let found = match &arguments {
-        Value::Object(_) => return Ok(arguments),
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-    };
-    Err(ToolCallError::ArgumentsNotAnObject {
-        key: "arguments",
-        name: name.to_owned(),
-        found,
-    })
+    match arguments {
+        Value::Object(_) => Ok(arguments),
+        other => Err(ToolCallError::ArgumentsNotAnObject {
+            key: "arguments",
+            name: name.to_owned(),
+            found: json_type(&other),
+        }),
+    }
 }
 
 /// Adds the model's turn as it said it, and returns the ids of its calls. Its reasoning is left out, as

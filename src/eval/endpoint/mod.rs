@@ -15,14 +15,13 @@ mod tests;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
 use self::conversation::{Ended, TurnSampling, backoff, play};
 use crate::proxy::{Completion, ProxyError, Upstream, UpstreamConfig};
-use crate::rollout::{CollectionSeed, Episode, GroupRequest, derive_seed};
+use crate::rollout::{CollectionSeed, Episode, GroupRequest, derive_seed, side_by_side};
 
 pub use self::error::EndpointError;
 pub use self::results::{EndpointUsage, EpisodeRecord, ResultsFile};
@@ -151,10 +150,6 @@ impl Asker<'_> {
 ///
 /// Fails where the endpoint cannot be asked so, or is down, where results cannot be kept, and if it is
 /// stopped.
-#[expect(
-    clippy::missing_panics_doc,
-    reason = "a lock that no thread panics with"
-)]
 pub fn evaluate_endpoint(
     config: &EndpointConfig,
     requests: Vec<GroupRequest>,
@@ -190,7 +185,6 @@ pub fn evaluate_endpoint(
     }
     let mut done = total - queue.len();
     progress(done);
-    let threads = config.concurrency.clamp(1, queue.len().max(1));
     let is_over = AtomicBool::new(false);
     let asker = Asker {
         config,
@@ -198,48 +192,36 @@ pub fn evaluate_endpoint(
         stop,
         is_over: &is_over,
     };
-    let queue = Mutex::new(queue);
-    let (sender, receiver) = mpsc::channel();
-    let outcome = std::thread::scope(|scope| {
-        for _ in 0..threads {
-            let (sender, queue, asker) = (sender.clone(), &queue, &asker);
-            scope.spawn(move || {
-                while !asker.is_stopped() {
-                    let next = queue.lock().expect("no thread panics with it").pop_front();
-                    let Some((task_id, group, sample, environment, sampling)) = next else {
-                        break;
-                    };
-                    let episode = Episode::start(environment, &task_id, group, sample, 0);
-                    if sender.send(play(asker, episode, sampling)).is_err() {
-                        break;
-                    }
-                }
-            });
-        }
-        drop(sender);
-        let mut keeper = Keeper {
-            config,
-            results,
-            failures: 0,
-            has_answered: false,
-        };
-        let mut outcome = Ok(());
-        for ended in receiver {
-            match keeper.keep(ended) {
-                Ok(true) => {
-                    done += 1;
-                    progress(done);
-                }
-                Ok(false) => {}
-                // The others end at their next request; what they still bring is kept.
-                Err(error) => {
-                    is_over.store(true, Ordering::Relaxed);
-                    outcome = outcome.and(Err(error));
+    let mut keeper = Keeper {
+        config,
+        results,
+        failures: 0,
+        has_answered: false,
+    };
+    let mut outcome = Ok(());
+    side_by_side(
+        config.concurrency,
+        queue,
+        || asker.is_stopped(),
+        |(task_id, group, sample, environment, sampling)| {
+            let episode = Episode::start(environment, &task_id, group, sample, 0);
+            play(&asker, episode, sampling)
+        },
+        |ended| match keeper.keep(ended) {
+            Ok(true) => {
+                done += 1;
+                progress(done);
+            }
+            Ok(false) => {}
+            // The others end at their next request; what they still bring is kept.
+            Err(error) => {
+                is_over.store(true, Ordering::Relaxed);
+                if outcome.is_ok() {
+                    outcome = Err(error);
                 }
             }
-        }
-        outcome
-    });
+        },
+    );
     outcome?;
     if stop.load(Ordering::Relaxed) && done < total {
         return Err(EndpointError::Stopped { done, total });

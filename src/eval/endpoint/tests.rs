@@ -1,5 +1,5 @@
-use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex};
 
 use indexmap::IndexMap;
 use serde_json::json;

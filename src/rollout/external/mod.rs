@@ -14,28 +14,26 @@ use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use fs_err as fs;
-use indexmap::IndexMap;
 use serde_json::json;
 use tokio::sync::oneshot;
 
 use self::program::{Ended, Program};
 use super::{
-    CollectionSeed, CollectorStats, GroupRequest, RolloutError, RolloutGroup, derive_seed,
+    CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
+    side_by_side,
 };
-use crate::causes::with_causes;
 use crate::chat::{Message, Role};
 use crate::engine::{Engine, EngineHandle};
-use crate::env::{Environment, EpisodeStatus, StepResult};
+use crate::env::Environment;
 use crate::http;
 use crate::openai::ServedModel;
 use crate::proxy::{
     Backend, CallGraph, Capture, ProxyConfig, RowLabels, TrainingSession, trajectories,
 };
-use crate::trajectory::{Status, TokenTrace, Trajectory, Usage};
+use crate::trajectory::{Status, Trajectory};
 
 pub use self::program::Isolation;
 
@@ -106,10 +104,6 @@ impl<'a> AgentCollector<'a> {
     /// # Errors
     ///
     /// Fails where it is stopped, and where the agent cannot be started at all.
-    #[expect(
-        clippy::missing_panics_doc,
-        reason = "a lock that no thread panics with"
-    )]
     pub fn collect(
         &self,
         engine: Engine,
@@ -126,30 +120,19 @@ impl<'a> AgentCollector<'a> {
                 trajectories: Vec::new(),
             })
             .collect();
-        let queue = Mutex::new(episodes(requests, seed));
         let served = Served::start(engine, self.model.clone())?;
-        let (sender, receiver) = mpsc::channel();
-        std::thread::scope(|scope| {
-            for _ in 0..self.config.concurrency.max(1) {
-                let (sender, queue, served) = (sender.clone(), &queue, &served);
-                scope.spawn(move || {
-                    while !self.stop.load(Ordering::Relaxed) {
-                        let next = queue.lock().expect("no thread panics with it").pop_front();
-                        let Some(request) = next else { break };
-                        let group = request.group;
-                        let rows = self.play(served, request, seed);
-                        if sender.send((group, rows)).is_err() {
-                            break;
-                        }
-                    }
-                });
-            }
-            drop(sender);
-            for (done, (group, rows)) in receiver.into_iter().enumerate() {
+        let mut done = 0;
+        side_by_side(
+            self.config.concurrency,
+            episodes(requests, seed),
+            || self.stop.load(Ordering::Relaxed),
+            |request| (request.group, self.play(&served, request, seed)),
+            |(group, rows)| {
                 groups[group].trajectories.extend(rows);
-                progress(done + 1);
-            }
-        });
+                done += 1;
+                progress(done);
+            },
+        );
         drop(served);
         if self.stop.load(Ordering::Relaxed) {
             return Err(RolloutError::Stopped);
@@ -175,17 +158,11 @@ impl<'a> AgentCollector<'a> {
             group,
             task_id,
             sample,
-            mut environment,
+            environment,
             seed: session_seed,
         } = request;
-        let labels = RowLabels {
-            task_id,
-            group: group as u64,
-            sample,
-            policy_step: seed.step,
-            reward: None,
-        };
-        let messages = environment.reset();
+        let group = group as u64;
+        let mut episode = Episode::start(environment, &task_id, group, sample, seed.step);
         // Nobody can guess it, so no agent speaks for another.
         let key = http::uuid4();
         let session = TrainingSession {
@@ -196,28 +173,19 @@ impl<'a> AgentCollector<'a> {
         let capture = served.capture();
         let played = (capture.open(&key, session))
             .map_err(std::io::Error::other)
-            .and_then(|()| self.run(served.address, &key, &labels.task_id, &messages));
+            .and_then(|()| self.run(served.address, &key, &task_id, episode.messages()));
         let graph = capture.close(&key).unwrap_or_default();
-        let (ended, answer) = match played {
-            Ok(played) => played,
-            Err(error) => return vec![failed(&labels, messages, with_causes(&error))],
-        };
-        if graph.calls().next().is_none() {
-            let reason = format!("the agent did not call the model: {}", ended.describe());
-            return vec![failed(&labels, messages, reason)];
+        let has_called = graph.calls().next().is_some();
+        match played {
+            Ok((_, answer)) if has_called => episode.end(answer.as_deref()),
+            Ok((ended, _)) => {
+                let how = ended.describe();
+                let error = format!("the agent did not call the model: {how}");
+                episode.fail(&std::io::Error::other(error));
+            }
+            Err(error) => episode.fail(&error),
         }
-        let result = match answer {
-            Some(answer) => environment.submit(&answer),
-            None => environment.close(None),
-        };
-        let stats = environment.stats();
-        let mut rows = rows(&graph, &labels, messages);
-        for row in &mut rows {
-            score(row, &result);
-            row.usage.grade_seconds = stats.grade_seconds;
-            row.usage.fuel = stats.fuel;
-        }
-        rows
+        rows(&graph, episode.into_trajectory())
     }
 
     /// Runs the agent and returns how it ended and its answer, if it gave one.
@@ -338,57 +306,29 @@ fn read_answer(path: &Path) -> std::io::Result<Option<String>> {
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }
 
-/// Returns an episode's rows; one without tokens where nothing of it can be learned from.
-fn rows(graph: &CallGraph, labels: &RowLabels, messages: Vec<Message>) -> Vec<Trajectory> {
-    let rows = trajectories(graph, labels);
-    match rows.is_empty() {
-        true => vec![untraced(labels, messages)],
-        false => rows,
-    }
-}
-
-fn untraced(labels: &RowLabels, messages: Vec<Message>) -> Trajectory {
-    Trajectory {
-        task_id: labels.task_id.clone(),
-        group: labels.group,
-        sample: labels.sample,
-        policy_step: labels.policy_step,
-        segments: Vec::new(),
-        messages,
-        turns: Vec::new(),
-        trace: TokenTrace::new(),
-        reward: None,
-        rewards: IndexMap::new(),
-        passed: None,
-        status: Status::Finished,
-        usage: Usage::default(),
-    }
-}
-
-/// Returns an episode that we failed.
-fn failed(labels: &RowLabels, messages: Vec<Message>, reason: String) -> Trajectory {
-    tracing::warn!(task = %labels.task_id, reason, "an episode failed");
-    Trajectory {
-        status: Status::Failed { reason },
-        ..untraced(labels, messages)
-    }
-}
-
-/// Gives a row the score of its episode.
-fn score(row: &mut Trajectory, result: &StepResult) {
-    row.reward = result.reward;
-    row.rewards.clone_from(&result.rewards);
-    row.passed = match result.status {
-        Some(EpisodeStatus::InfraError) => None,
-        status => Some(status == Some(EpisodeStatus::Passed)),
+/// Returns the rows of an episode, each with its score; itself where nothing of it can be learned from.
+fn rows(graph: &CallGraph, episode: Trajectory) -> Vec<Trajectory> {
+    let labels = RowLabels {
+        task_id: episode.task_id.clone(),
+        group: episode.group,
+        sample: episode.sample,
+        policy_step: episode.policy_step,
+        reward: episode.reward,
     };
-    row.status = match &row.status {
-        _ if row.passed.is_none() => Status::Failed {
-            reason: (result.fault.clone()).unwrap_or_else(|| "the grader failed".to_owned()),
-        },
-        Status::Truncated => Status::Truncated,
-        _ => Status::Finished,
-    };
+    let mut rows = trajectories(graph, &labels);
+    if rows.is_empty() {
+        return vec![episode];
+    }
+    for row in &mut rows {
+        if let Status::Failed { .. } = &episode.status {
+            row.status = episode.status.clone();
+        }
+        row.rewards.clone_from(&episode.rewards);
+        row.passed = episode.passed;
+        row.usage.grade_seconds = episode.usage.grade_seconds;
+        row.usage.fuel = episode.usage.fuel;
+    }
+    rows
 }
 
 /// The engine behind a proxy on a port of its own, for as long as this lives.
