@@ -9,8 +9,8 @@ use candle_core::{D, DType, Tensor};
 
 use super::TrainerError;
 use crate::engine::model::ops::{
-    self, Matrix, PackedRows, Real, RowLoss, RowPairs, RowStatistics, Term, TermRows, Values,
-    Write, log_softmax_gradient, row_statistics,
+    self, Buffer, Matrix, PackedRows, Real, RowLoss, RowPairs, RowStatistics, Term, TermRows,
+    Values, Write, log_softmax_gradient, row_statistics,
 };
 use crate::engine::model::{Adapters, Decoder, GradientReal, Gradients, Parameter};
 
@@ -232,7 +232,7 @@ impl Pass<'_> {
             .is_some()
             .then(|| vec![T::ZERO; hidden.len()]);
         let chunk = self.chunk_rows();
-        let mut logits = vec![T::ZERO; chunk.min(self.targets.len()) * vocab];
+        let mut logits = Buffer::new(chunk.min(self.targets.len()) * vocab);
         let chunks = self
             .targets
             .positions

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 const MOST_FREE: usize = 512;
 
 /// Most bytes of one type that wait for their next use.
-const MOST_FREE_BYTES: usize = 256 << 20;
+const MOST_FREE_BYTES: usize = 384 << 20;
 
 /// What is put into buffers.
 pub trait Reusable: Copy + Default + 'static {

@@ -409,7 +409,7 @@ impl<T: Real> Tile<'_, T> {
                                 let at = (first + key) * head_dim + column;
                                 let target = &mut target[at..at + width];
                                 match <&mut [T; PANEL]>::try_from(&mut *target) {
-                                    Ok(target) => add(target, sums),
+                                    Ok(target) => add_panel(target, sums),
                                     Err(_) => add(target, &sums[..width]),
                                 }
                             }
@@ -464,6 +464,16 @@ fn add<T: Real>(target: &mut [T], sums: &[T]) {
     for (target, &sum) in target.iter_mut().zip(sums) {
         *target += sum;
     }
+}
+
+/// Adds whole vectors, read before they are written: what may be the same memory is not made into them.
+#[inline(always)]
+fn add_panel<T: Real>(target: &mut [T; PANEL], sums: &[T; PANEL]) {
+    let (mut joint, sums) = (*target, *sums);
+    for (target, sum) in joint.iter_mut().zip(sums) {
+        *target += sum;
+    }
+    *target = joint;
 }
 
 /// `R` rows, `stride` apart, times a panel `[inputs, PANEL]`: each row's sums are handed to `write`.

@@ -12,19 +12,10 @@ use rayon::prelude::*;
 use super::kernel::{Level, Tile};
 use super::pairs::{self, RowPairs};
 use super::stored::{Panel, Source, Wide};
-use super::{Buffer, Groups, PANEL, Panels, Real, Target, Write};
+use super::{Buffer, Groups, PANEL, Panels, Real, TOKENS_AT_A_TIME, Target, Write};
 
 /// Outputs of a matrix that are turned at a time: half of a core's second-level cache.
 const OUTPUTS_AT_A_TIME: usize = 4096;
-
-/// Tokens whose columns lie side by side at a time: a quarter of a core's second-level cache.
-const TOKENS_AT_A_TIME: usize = 2048;
-
-/// Fewest groups of rows that are worth turning a panel for.
-const MIN_GROUPS: usize = 8;
-
-/// Tasks for each thread, so that none waits long for the last.
-const TASKS_PER_THREAD: usize = 4;
 
 /// Rows of tokens as the kernels read them, for weights that do not take pairs.
 pub(crate) struct PackedRows<T: Real> {
@@ -176,8 +167,7 @@ fn packed_backward<T: Real>(terms: &[Term<'_, T>], groups: Groups, write: Write,
     let inputs = terms[0].weight.inputs;
     let target = Target::new(dx, groups.rows, inputs);
     let blocks = inputs.div_ceil(PANEL);
-    let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(blocks.max(1));
-    let chunks = wanted.min(groups.count / MIN_GROUPS).max(1);
+    let chunks = groups.chunks_to_turn_for(blocks);
     let level = Level::best();
     (0..chunks * blocks)
         .into_par_iter()

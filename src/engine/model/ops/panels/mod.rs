@@ -46,6 +46,15 @@ const TASK_INPUTS: usize = 96 * 1024;
 /// Multiplications that are worth a task of their own.
 const TASK_PRODUCTS: usize = 64 * 1024;
 
+/// Tokens whose columns lie side by side at a time: a quarter of a core's second-level cache.
+const TOKENS_AT_A_TIME: usize = 2048;
+
+/// Fewest groups of rows that are worth turning a panel for.
+const MIN_GROUPS: usize = 8;
+
+/// Tasks for each thread where a task turns its panel, so that none waits long for the last.
+const TASKS_PER_THREAD: usize = 4;
+
 /// A weight matrix `[outputs, inputs]`, packed.
 pub(crate) struct Panels<T> {
     values: Stored<T>,
@@ -320,10 +329,11 @@ fn share_panels(
     task: impl Fn(usize, usize, std::ops::Range<usize>) + Sync,
 ) {
     let all: usize = panels.iter().sum();
-    let groups_per_task = (TASK_INPUTS / (inputs.max(1) * tile_rows)).max(1);
-    let chunks = groups.count.div_ceil(groups_per_task);
+    let most = (TASK_INPUTS / (inputs.max(1) * tile_rows)).max(1);
+    // Of nearly equal size: two threads have a half of the tasks each.
+    let chunks = groups.count.div_ceil(most);
     let products_per_panel =
-        groups_per_task.min(groups.count) * groups.rows.min(tile_rows) * inputs * PANEL;
+        groups.count.div_ceil(chunks.max(1)) * groups.rows.min(tile_rows) * inputs * PANEL;
     let panels_per_task = (TASK_PRODUCTS / products_per_panel.max(1)).max(1);
     (0..chunks * all)
         .into_par_iter()
@@ -335,12 +345,8 @@ fn share_panels(
                 panel -= panels[product];
                 product += 1;
             }
-            let first = chunk * groups_per_task;
-            task(
-                product,
-                panel,
-                first..groups.count.min(first + groups_per_task),
-            );
+            let share = chunk * groups.count / chunks..(chunk + 1) * groups.count / chunks;
+            task(product, panel, share);
         });
 }
 
@@ -394,6 +400,13 @@ impl Groups {
         let (base, larger) = (self.rows / self.count, self.rows % self.count);
         let start = |group: usize| group * base + group.min(larger);
         start(group)..start(group + 1)
+    }
+
+    /// Returns into how many parts they are divided where each part of each of `blocks` blocks of columns
+    /// is a task, which turns the block's panel for itself.
+    fn chunks_to_turn_for(self, blocks: usize) -> usize {
+        let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(blocks.max(1));
+        wanted.min(self.count / MIN_GROUPS).max(1)
     }
 
     /// Returns the rows with each group's laid side by side: the first input of all its rows, then

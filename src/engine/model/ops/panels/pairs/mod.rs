@@ -578,6 +578,24 @@ fn flush(result: f32, x: f32, weight: f32, sum: f32) -> f32 {
     }
 }
 
+/// Has the cache fetch what [`turn_panel`] reads of a panel.
+fn ask_for_block(panel: &[u32], columns: Range<usize>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let block = &panel[columns.start / 2 * PANEL..columns.end.div_ceil(2) * PANEL];
+        for line in block.chunks(LINE) {
+            #[expect(unsafe_code, reason = "a hint to the cache")]
+            // SAFETY: every x86-64 machine has the instruction, and it reads nothing.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (panel, columns);
+}
+
 /// Writes some columns of a panel's outputs, two outputs' to a row of [`PANEL`] pairs.
 ///
 /// `columns` begins with an even one. Of `panel` `[pairs of inputs, PANEL]` it makes `[pairs of outputs,

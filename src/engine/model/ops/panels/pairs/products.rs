@@ -6,24 +6,17 @@ use rayon::prelude::*;
 
 use super::super::backward::{Orientation, Term, TermRows};
 use super::super::stored::Panel;
-use super::super::{Buffer, Groups, PANEL, Panels, Real, Target, Write, share_panels};
-use super::{Dots, PairTile, RowPairs, RowTile, TILE_ROWS, pairs_of, turn_panel};
+use super::super::{
+    Buffer, Groups, LANES, PANEL, Panels, Real, TOKENS_AT_A_TIME, Target, Write, share_panels,
+};
+use super::{Dots, PairTile, RowPairs, RowTile, TILE_ROWS, ask_for_block, pairs_of, turn_panel};
 
 /// Pairs of outputs whose weights are turned at a time: half of a core's second-level cache.
 const PAIRS_AT_A_TIME: usize = 4096;
 
-/// Tokens whose columns lie side by side at a time.
-const TOKENS_AT_A_TIME: usize = 2048;
-
 /// Panels of columns that a task of sums over tokens makes at a time: what rows of tokens have side by side
 /// is then more than a cache line.
 const PANELS_AT_A_TIME: usize = 4;
-
-/// Fewest groups of rows that are worth turning a panel for.
-const MIN_GROUPS: usize = 8;
-
-/// Tasks for each thread, so that none waits long for the last.
-const TASKS_PER_THREAD: usize = 4;
 
 /// One of the products of [`linears_of_pairs`]: `y` is `[m, outputs]`.
 pub(crate) struct PairProduct<'a, T: Real> {
@@ -171,33 +164,61 @@ impl<'a, T: Real> Place<'a, T> {
             tiles,
             // Compiled for the machine's vectors only as a part of the kernel.
             #[inline(always)]
-            |row, sums| match (write, <&[T; PANEL]>::try_from(&*part(row))) {
-                (Write::Replace, _) => sums.iter_mut().for_each(|sum| *sum *= alpha),
-                // Whole vectors apart: a loop of any length is not made into them.
-                (Write::Add, Ok(y)) => join(alpha, is_joined, y, sums),
-                (Write::Add, Err(_)) => join(alpha, is_joined, part(row), sums),
+            |row, sums| match write {
+                Write::Replace => scale(alpha, sums),
+                Write::Add => join(alpha, is_joined, part(row), sums),
             },
             then,
             #[inline(always)]
-            |row, sums| match <&mut [T; PANEL]>::try_from(&mut *part(row)) {
-                Ok(y) => store(sums, y),
-                Err(_) => store(sums, part(row)),
-            },
+            |row, sums| store(sums, part(row)),
         );
     }
 }
 
 #[inline(always)]
-fn join<T: Real>(alpha: f32, is_joined: bool, y: &[T], sums: &mut [f32; PANEL]) {
-    for (sum, y) in sums.iter_mut().zip(y) {
-        let y = y.to_single();
-        *sum = if is_joined { alpha.mul_add(*sum, y) } else { y };
+fn scale(alpha: f32, sums: &mut [f32; PANEL]) {
+    for sums in sums.as_chunks_mut::<LANES>().0 {
+        sums.iter_mut().for_each(|sum| *sum *= alpha);
     }
 }
 
 #[inline(always)]
+fn join<T: Real>(alpha: f32, is_joined: bool, y: &[T], sums: &mut [f32; PANEL]) {
+    // Whole vectors first, each read before it is written: what may be the same memory, or of any length,
+    // is not made into them.
+    let (vectors, rest) = y.as_chunks::<LANES>();
+    let (vector_sums, _) = sums.as_chunks_mut::<LANES>();
+    for (sums, y) in vector_sums.iter_mut().zip(vectors) {
+        let (mut joint, y) = (*sums, *y);
+        for (sum, y) in joint.iter_mut().zip(y) {
+            *sum = joined(alpha, is_joined, y.to_single(), *sum);
+        }
+        *sums = joint;
+    }
+    let whole = vectors.len() * LANES;
+    for (sum, y) in sums[whole..].iter_mut().zip(rest) {
+        *sum = joined(alpha, is_joined, y.to_single(), *sum);
+    }
+}
+
+#[inline(always)]
+fn joined(alpha: f32, is_joined: bool, y: f32, sum: f32) -> f32 {
+    if is_joined { alpha.mul_add(sum, y) } else { y }
+}
+
+#[inline(always)]
 fn store<T: Real>(sums: &[f32; PANEL], y: &mut [T]) {
-    for (y, &sum) in y.iter_mut().zip(sums) {
+    let (vectors, rest) = y.as_chunks_mut::<LANES>();
+    let (vector_sums, _) = sums.as_chunks::<LANES>();
+    let whole = vectors.len() * LANES;
+    for (y, &sums) in vectors.iter_mut().zip(vector_sums) {
+        let mut wide = [T::ZERO; LANES];
+        for (wide, sum) in wide.iter_mut().zip(sums) {
+            *wide = T::from_single(sum);
+        }
+        *y = wide;
+    }
+    for (y, &sum) in rest.iter_mut().zip(&sums[whole..]) {
         *y = T::from_single(sum);
     }
 }
@@ -260,8 +281,7 @@ pub(in super::super) fn linears_backward<T: Real>(
     let groups = Groups::new(rows, TILE_ROWS);
     let target = Target::new(dx, rows, inputs);
     let blocks = inputs.div_ceil(PANEL);
-    let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(blocks.max(1));
-    let chunks = wanted.min(groups.count / MIN_GROUPS).max(1);
+    let chunks = groups.chunks_to_turn_for(blocks);
     let dots = Dots::best();
     let (mut rest, mut write) = (parts.as_slice(), write);
     while !rest.is_empty() {
@@ -321,8 +341,12 @@ fn turn<T: Real>(
     turned: &mut [u32],
 ) {
     let first = outputs.start / PANEL;
+    let last = (outputs.end - 1) / PANEL;
     for (index, rows) in turned.chunks_mut(PANEL * PANEL / 2).enumerate() {
-        turn_panel(pairs_of_panel(weight, first + index), columns.clone(), rows);
+        let panel = first + index;
+        // Each is a piece of memory by itself, which takes longer to come than to be turned.
+        ask_for_block(pairs_of_panel(weight, last.min(panel + 1)), columns.clone());
+        turn_panel(pairs_of_panel(weight, panel), columns.clone(), rows);
     }
 }
 
@@ -444,45 +468,54 @@ fn add_sums<T: Real>(
 /// Writes columns of tokens in pairs of tokens, to panels `[pairs, PANEL]` of `len` numbers, one after the
 /// other. `first` is the first pair of columns.
 fn pair_tokens(x: &RowPairs, tokens: Range<usize>, first: usize, len: usize, panels: &mut [u32]) {
-    const NOTHING: [u32; PANELS_AT_A_TIME * PANEL / 2] = [0; PANELS_AT_A_TIME * PANEL / 2];
+    /// Pairs of columns that a panel takes.
+    const COLUMNS: usize = PANEL / 2;
+    const NOTHING: [u32; PANELS_AT_A_TIME * COLUMNS] = [0; PANELS_AT_A_TIME * COLUMNS];
     let columns = first..x.pairs.min(first + NOTHING.len());
-    let nothing = &NOTHING[..columns.len()];
-    let mut tokens = tokens.map(|token| &x.row(token)[columns.clone()]);
     super::vectorized(
         #[inline(always)]
         || {
-            for pair in 0..len / PANEL {
-                let [first, second] = [(); 2].map(|()| tokens.next().unwrap_or(nothing));
-                let blocks = (first.chunks(PANEL / 2)).zip(second.chunks(PANEL / 2));
-                for (values, (first, second)) in panels.chunks_exact_mut(len).zip(blocks) {
-                    let (values, _) = values[pair * PANEL..][..PANEL].as_chunks_mut::<2>();
+            for (pair, token) in tokens.clone().step_by(2).enumerate() {
+                let first = &x.row(token)[columns.clone()];
+                let second = if token + 1 < tokens.end {
+                    &x.row(token + 1)[columns.clone()]
+                } else {
+                    &NOTHING[..first.len()]
+                };
+                let mut start = 0;
+                for panel in panels.chunks_exact_mut(len) {
+                    if start >= first.len() {
+                        break;
+                    }
+                    let values = &mut panel[pair * PANEL..][..PANEL];
+                    let mut both = [[0; 2]; COLUMNS];
                     // Whole vectors apart: a loop of any length is not made into them.
                     match (
-                        <&[u32; PANEL / 2]>::try_from(first),
-                        <&[u32; PANEL / 2]>::try_from(second),
+                        first[start..].first_chunk::<COLUMNS>(),
+                        second[start..].first_chunk::<COLUMNS>(),
                     ) {
-                        (Ok(first), Ok(second)) => {
-                            pair_columns::<{ PANEL / 2 }>(first, second, values);
+                        (Some(first), Some(second)) => {
+                            for ((both, &first), &second) in both.iter_mut().zip(first).zip(second)
+                            {
+                                *both = paired(first, second);
+                            }
                         }
                         _ => {
-                            for ((values, &first), &second) in
-                                values.iter_mut().zip(first).zip(second)
-                            {
-                                *values = paired(first, second);
+                            for (at, both) in both[..first.len() - start].iter_mut().enumerate() {
+                                *both = paired(first[start + at], second[start + at]);
                             }
                         }
                     }
+                    values.copy_from_slice(both.as_flattened());
+                    start += COLUMNS;
                 }
+            }
+            // What a row of pairs is filled up with.
+            for panel in panels.chunks_exact_mut(len) {
+                panel[tokens.len().div_ceil(2) * PANEL..].fill(0);
             }
         },
     );
-}
-
-#[inline(always)]
-fn pair_columns<const N: usize>(first: &[u32; N], second: &[u32; N], values: &mut [[u32; 2]]) {
-    for ((values, &first), &second) in values.iter_mut().zip(first).zip(second) {
-        *values = paired(first, second);
-    }
 }
 
 /// Returns the first columns of two tokens, then the second ones.
