@@ -119,6 +119,16 @@ pub struct MicroBatch {
 }
 
 impl MicroBatch {
+    /// Returns whether its tokens are those of its longest sequence: no budget divides it.
+    pub(super) fn is_one_path(&self) -> bool {
+        let positions = self.batch.positions();
+        let deepest = positions
+            .iter()
+            .max()
+            .map_or(0, |&position| position as usize + 1);
+        deepest == self.batch.tokens().len()
+    }
+
     /// Returns the targets of each sequence.
     pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         let starts = std::iter::once(0).chain(self.ends.iter().copied());

@@ -176,7 +176,10 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
     let recompute = request.recompute || !is_cpu;
     let (kept_layers, again) = if recompute { (0, 1) } else { (layers, 0) };
     let low = match &request.trainable {
-        Trainable::Lora(config) => config.rank as u64 * config.target_modules.len() as u64,
+        Trainable::Lora(config) => {
+            let modules = adapter_shapes(model, config).count() as u64;
+            (config.rank as u64 * modules).div_ceil(layers.max(1))
+        }
         _ => 0,
     };
     let per_layer = sizes.kept + low;
@@ -204,6 +207,9 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
     let vocab = model.vocab_size as u64;
     let chunk = head_chunk_rows(model.vocab_size) as u64;
     let copies = if is_cpu { 1 } else { COMPOSED_LOGITS };
+    // Products of bf16 read the logits' gradient from an array of its own.
+    let is_bf16 = is_cpu && request.format == WeightFormat::Bf16Products;
+    let gradient_pairs = if is_bf16 { 2 } else { 0 };
     MemoryPlan {
         weights,
         adapter,
@@ -219,7 +225,7 @@ pub fn plan(model: &ModelConfig, request: &PlanRequest) -> MemoryPlan {
         activations: tokens * number * (layers * sizes.hidden * u64::from(recompute))
             + tokens * number * per_layer * kept_layers,
         workspace: tokens * graph * (per_layer * again + gradients_of_layer + dropped) + scores,
-        logits: copies * 4 * chunk.min(tokens) * vocab,
+        logits: (copies * 4 + gradient_pairs) * chunk.min(tokens) * vocab,
         cache: request.cache_tokens as u64 * number * layers * 2 * sizes.keys,
         program: PROGRAM + if is_cpu { 0 } else { CUDA_CONTEXT },
         overlaps: request.overlaps,

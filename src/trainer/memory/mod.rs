@@ -48,7 +48,7 @@ impl MemoryMeter for PeakMemory {
 pub struct Overshoot {
     /// Tokens that it ran the model over.
     pub tokens: usize,
-    /// How many sequences they are of.
+    /// How many sequences they are of; one where the others add nothing to the longest.
     pub sequences: usize,
     /// What was measured of it; `None` for a device that had no room.
     pub measured: Option<MeasuredMemory>,
@@ -193,7 +193,11 @@ impl<'a> Watch<'a> {
             .and_then(|budget| Some((budget, guard.meter.begin()?)));
         let overshoot = |measured| Overshoot {
             tokens: micro.batch.tokens().len(),
-            sequences: micro.sequences.len(),
+            sequences: if micro.is_one_path() {
+                1
+            } else {
+                micro.sequences.len()
+            },
             measured,
         };
         let made = match pass() {
@@ -389,6 +393,12 @@ impl MemoryLog {
     /// Takes over what was seen of passes that are done.
     pub(super) fn settle(&mut self, watch: &Watch<'_>) {
         self.peak = self.peak.max(watch.peak.get());
+        // Sampling, which nobody watches, is not to have what passes took beside what it takes.
+        if let Some(guard) = watch.guard
+            && guard.budget.is_some()
+        {
+            guard.meter.release();
+        }
         if let Some(overshoot) = watch.beyond_help.get()
             && !std::mem::replace(&mut self.is_told, true)
         {

@@ -187,6 +187,48 @@ fn what_smaller_passes_cannot_help_is_said_once_and_goes_on() {
 }
 
 #[test]
+fn sequences_that_run_over_the_same_tokens_are_as_one() {
+    let sequence = |length: usize, target: u32| {
+        let mut tokens = vec![7; length];
+        tokens.push(target);
+        TrainSequence {
+            loss_mask: (0..=length).map(|token| token == length).collect(),
+            tokens,
+            ..TrainSequence::default()
+        }
+    };
+    // Two that differ in what they say at last, and one that is their beginning.
+    let sequences = [sequence(60, 1), sequence(100, 1), sequence(100, 2)];
+    let loss = LossConfig::default();
+    let guard = Scripted::above_at(&[0]);
+    let (mut log, mut now) = (MemoryLog::default(), chosen(16_384, true));
+    let mut attempts = 0;
+    let attempt = |chosen: MicroBatches, watch: &Watch<'_>| {
+        attempts += 1;
+        assert!(attempts < 10, "nothing got smaller");
+        let micro_batches = pack(
+            &sequences,
+            chosen.micro_batch_tokens,
+            &loss,
+            loss.totals([1]),
+        );
+        let pass = |micro: &MicroBatch| {
+            watch.pass(micro, || {
+                Ok((micro.sequences.len(), micro.batch.tokens().len()))
+            })
+        };
+        micro_batches?
+            .iter()
+            .map(pass)
+            .collect::<Result<Vec<_>, _>>()
+    };
+    let passes = log.keep_within(Some(&guard), &mut now, false, attempt);
+    assert_eq!(passes.unwrap(), [(3, 100)]);
+    assert_eq!((attempts, now), (1, chosen(16_384, true)));
+    assert_eq!(log.take().len(), 1, "it is said");
+}
+
+#[test]
 fn overshoots_go_through_numbers_unchanged() {
     let measured = MeasuredMemory {
         before: 1,
