@@ -170,10 +170,10 @@ impl EpisodeMetrics {
             min_length: lengths.iter().copied().min().unwrap_or(0),
             max_length: lengths.iter().copied().max().unwrap_or(0),
             clipped_ratio: sum(&rows, &|row| f64::from(u8::from(row.is_truncated()))) / count,
-            call_frequency: calls / count,
+            call_frequency: calls / episodes.len() as f64,
             failure_frequency: turns(&|turn| turn.tool_failures) / calls.max(1.0),
             rewards,
-            turns: sum(&rows, &|row| row.turns.len() as f64) / count,
+            turns: sum(&rows, &|row| row.turns.len() as f64) / episodes.len() as f64,
             unscorable: episodes
                 .iter()
                 .filter(|episode| episode.reward.is_none())

@@ -3,6 +3,7 @@
 mod before;
 mod parts;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use indexmap::IndexMap;
@@ -530,7 +531,12 @@ impl GrpoTrainer {
         if let TokenLevel::Gae(_) = level {
             self.score_values(decoder, sequences, group_of, parts)?;
         }
-        for ((_, trajectory), sequence) in episodes.iter().zip(sequences.iter_mut()) {
+        // An episode is as long as its rows together.
+        let mut lengths: HashMap<(usize, u32), usize> = HashMap::new();
+        for (group, row) in episodes {
+            *lengths.entry((*group, row.sample)).or_default() += row.trace.sampled_len();
+        }
+        for ((group, trajectory), sequence) in episodes.iter().zip(sequences.iter_mut()) {
             let mask = &sequence.loss_mask;
             let (Some(reward), Some(last)) =
                 (trajectory.reward, mask.iter().rposition(|&in_loss| in_loss))
@@ -547,8 +553,9 @@ impl GrpoTrainer {
                     rewards[token] = -self.config.reward_kl_coef * (logprob - reference);
                 }
             }
-            let overlong = (self.config.overlong)
-                .map_or(0.0, |penalty| penalty.of(trajectory.trace.sampled_len()));
+            let overlong = (self.config.overlong).map_or(0.0, |penalty| {
+                penalty.of(lengths[&(*group, trajectory.sample)])
+            });
             rewards[last] += reward + overlong;
             sequence.credit = Some(match level {
                 TokenLevel::Gae(discount) => {
@@ -955,23 +962,29 @@ fn value_metrics<'a>(sequences: impl Iterator<Item = &'a TrainSequence>) -> Valu
 
 /// Shuffles the rewards within each group, seeded: a control under which a policy must not learn.
 ///
-/// Each reward goes with its parts, which GDPO reads instead of it. They keep their distribution and
-/// lose their meaning, so whatever improves under them is not learned from them.
+/// Each reward goes with its parts, which GDPO reads instead of it, and to all rows of an episode. They
+/// keep their distribution and lose their meaning, so whatever improves under them is not learned from
+/// them.
 pub fn shuffle_rewards(groups: &mut [RolloutGroup], seed: u64) {
     use rand::SeedableRng as _;
     use rand::seq::SliceRandom as _;
     let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     for group in groups {
         // An episode that could not be scored stays without a reward.
-        let mut scored: Vec<&mut Trajectory> = (group.trajectories.iter_mut())
-            .filter(|episode| episode.reward.is_some())
-            .collect();
-        let mut rewards: Vec<_> = (scored.iter_mut())
-            .map(|episode| (episode.reward, std::mem::take(&mut episode.rewards)))
+        let mut scored: IndexMap<u32, Vec<&mut Trajectory>> = IndexMap::new();
+        for row in &mut group.trajectories {
+            if row.reward.is_some() {
+                scored.entry(row.sample).or_default().push(row);
+            }
+        }
+        let mut rewards: Vec<_> = (scored.values())
+            .map(|rows| (rows[0].reward, rows[0].rewards.clone()))
             .collect();
         rewards.shuffle(&mut random);
-        for (episode, (reward, parts)) in scored.into_iter().zip(rewards) {
-            (episode.reward, episode.rewards) = (reward, parts);
+        for (rows, (reward, parts)) in scored.into_values().zip(rewards) {
+            for row in rows {
+                (row.reward, row.rewards) = (reward, parts.clone());
+            }
         }
     }
 }

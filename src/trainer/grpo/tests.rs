@@ -65,6 +65,32 @@ fn a_reward_is_shuffled_together_with_its_parts() {
     assert_eq!(sorted, [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]);
 }
 
+#[test]
+fn rows_of_an_episode_have_one_reward_shuffled_or_not() {
+    // Three rows of the first episode, one of each other.
+    let rows = [(0, 1.0), (0, 1.0), (0, 1.0), (1, 0.0), (2, 0.5)];
+    let rows =
+        rows.map(|(sample, reward)| episode(sample, &[3], Some(reward), &[("tests", reward)]));
+    let mut orders = std::collections::BTreeSet::new();
+    for seed in 0..20 {
+        let mut groups = [group(rows.to_vec())];
+        shuffle_rewards(&mut groups, seed);
+        let [group] = groups;
+        let found: Vec<f64> = (group.trajectories.iter())
+            .filter_map(|row| row.reward)
+            .collect();
+        assert!(found[0] == found[1] && found[1] == found[2], "{found:?}");
+        for row in &group.trajectories {
+            assert_eq!(row.reward, Some(row.rewards["tests"]));
+        }
+        let mut of_episodes: Vec<f64> = group.rewards().into_iter().flatten().collect();
+        orders.insert(format!("{of_episodes:?}"));
+        of_episodes.sort_by(f64::total_cmp);
+        assert_eq!(of_episodes, [0.0, 0.5, 1.0]);
+    }
+    assert_eq!(orders.len(), 6);
+}
+
 /// A trainer and a toy for it, whose adapter moves what it says.
 fn trainer(config: GrpoConfig) -> (GrpoTrainer, Decoder) {
     trainer_with_dropout(config, 0.0)
@@ -187,6 +213,37 @@ fn penalties_are_normalised_apart_and_weighed_by_their_own_weights() {
     }
     // A weight is a weight: it is not normalised away.
     assert_ne!(of(1.0, 0.5), of(0.25, 0.5));
+}
+
+#[test]
+fn an_episode_of_several_rows_is_as_long_as_they_are_together() {
+    // Six tokens each, twelve together: the whole penalty, so that the first episode earns what the
+    // second does, and nothing is left of the credit once it is whitened.
+    let rows = [
+        episode(0, &[3; 6], Some(1.0), &[]),
+        episode(0, &[4; 6], Some(1.0), &[]),
+        episode(1, &[5; 4], Some(0.0), &[]),
+    ];
+    let config = GrpoConfig {
+        overlong: Some(OverlongPenalty {
+            limit: 8,
+            margin: 4,
+            weight: 1.0,
+        }),
+        token_level: Some(TokenLevel::Returns { gamma: 1.0 }),
+        ..config()
+    };
+    let (trainer, decoder) = trainer(config);
+    let episodes: Vec<_> = rows.iter().map(|row| (0, row)).collect();
+    let mut sequences = sequences(&episodes);
+    let watch = Watch::new(None, false);
+    trainer
+        .credit(&decoder, &episodes, &mut sequences, &[0; 3], alone(&watch))
+        .unwrap();
+    for sequence in &sequences {
+        let credit = sequence.credit.as_ref().unwrap();
+        assert!(credit.advantages.iter().all(|&advantage| advantage == 0.0));
+    }
 }
 
 #[test]
