@@ -87,13 +87,26 @@ pub fn save_checkpoint<E: From<TrainerError>>(
     beside(partial.path())?;
     flush(partial.path())?;
     let target = checkpoint_path(run, state.step);
-    if target.exists() {
-        fs::remove_dir_all(&target).map_err(|source| io_error(&target, source))?;
-    }
-    let partial = partial.keep();
-    fs::rename(&partial, &target).map_err(|source| io_error(&target, source))?;
+    put_in_place(partial.path(), &target).map_err(|source| io_error(&target, source))?;
     flush(&folder)?;
     Ok(target)
+}
+
+/// Moves a folder to where another may stand, which is then where it was: at no moment is there neither.
+fn put_in_place(made: &Path, target: &Path) -> std::io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    use rustix::io::Errno;
+    if !target.exists() {
+        return fs::rename(made, target);
+    }
+    match renameat_with(CWD, made, CWD, target, RenameFlags::EXCHANGE) {
+        // File systems that cannot, as some over a network.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            fs::remove_dir_all(target)?;
+            fs::rename(made, target)
+        }
+        exchanged => Ok(exchanged?),
+    }
 }
 
 /// Writes the files of a checkpoint.
@@ -272,4 +285,24 @@ pub fn load_checkpoint(
         critic.load(path)?;
     }
     Ok(file.state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_that_is_made_again_stands_where_the_old_one_did() {
+        let folder = tempfile::tempdir().unwrap();
+        let (made, target) = (folder.path().join("made"), folder.path().join("step-1"));
+        for (round, is_left) in [("first", false), ("second", true)] {
+            fs::create_dir(&made).unwrap();
+            fs::write(made.join("state"), round).unwrap();
+            put_in_place(&made, &target).unwrap();
+            assert_eq!(fs::read_to_string(target.join("state")).unwrap(), round);
+            // What stood there is not lost before the new one is in its place.
+            assert_eq!(made.join("state").exists(), is_left);
+        }
+        assert_eq!(fs::read_to_string(made.join("state")).unwrap(), "first");
+    }
 }
