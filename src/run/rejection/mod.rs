@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use indexmap::IndexMap;
 use rand::SeedableRng as _;
 use rand::seq::SliceRandom as _;
 use rand_chacha::ChaCha8Rng;
@@ -41,11 +42,16 @@ pub enum Pick {
     Random,
 }
 
+/// What an episode sampled: one row, or several of an agent's.
+type Rows = Vec<TokenTrace>;
+
 /// Episodes to imitate, and what became of the others.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accepted {
     /// Exactly the ids that were fed and sampled, with the mask of those that were sampled.
     pub traces: Vec<TokenTrace>,
+    /// Episodes that those are of.
+    pub kept: usize,
     /// Episodes that were looked at.
     pub episodes: usize,
     /// Tasks that those are of.
@@ -76,7 +82,7 @@ pub fn accept_rollouts(
     policy: &Policy,
 ) -> Result<Accepted, RunError> {
     let mut accepted = Accepted::default();
-    let mut by_task: BTreeMap<String, Vec<TokenTrace>> = BTreeMap::new();
+    let mut by_task: BTreeMap<String, Vec<Rows>> = BTreeMap::new();
     for run in runs {
         check_vocabulary(run, policy)?;
         let steps = steps(run)?;
@@ -84,26 +90,37 @@ pub fn accept_rollouts(
             return Err(RunError::NoRollouts { path: run.clone() });
         }
         for step in steps {
-            for trajectory in read_step(&step_path(run, step))? {
-                accepted.look_at(trajectory?, rules, &mut by_task);
+            // An agent's episode may be several rows: they are kept or left together.
+            let mut episodes: IndexMap<(u64, u32), Vec<Trajectory>> = IndexMap::new();
+            for row in read_step(&step_path(run, step))? {
+                let row = row?;
+                let rows = episodes.entry((row.group, row.sample)).or_default();
+                rows.push(row);
+            }
+            for rows in episodes.into_values() {
+                accepted.look_at(rows, rules, &mut by_task);
             }
         }
     }
     accepted.tasks = by_task.len();
-    for (task_id, mut traces) in by_task {
+    for (task_id, mut episodes) in by_task {
         let limit = rules.max_per_task.unwrap_or(usize::MAX);
         match rules.pick {
-            _ if traces.len() <= limit => {}
-            Pick::Shortest => traces.sort_by_key(TokenTrace::sampled_len),
+            _ if episodes.len() <= limit => {}
+            Pick::Shortest => {
+                episodes
+                    .sort_by_key(|rows| rows.iter().map(TokenTrace::sampled_len).sum::<usize>());
+            }
             Pick::Random => {
                 let seed = derive_seed(rules.seed, "rejection", 0, &task_id);
-                traces.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
+                episodes.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
             }
         }
-        accepted.surplus += traces.len().saturating_sub(limit);
-        traces.truncate(limit);
-        accepted.tasks_kept += usize::from(!traces.is_empty());
-        accepted.traces.extend(traces);
+        accepted.surplus += episodes.len().saturating_sub(limit);
+        episodes.truncate(limit);
+        accepted.tasks_kept += usize::from(!episodes.is_empty());
+        accepted.kept += episodes.len();
+        accepted.traces.extend(episodes.into_iter().flatten());
     }
     if accepted.traces.is_empty() {
         return Err(RunError::NothingAccepted {
@@ -117,21 +134,18 @@ impl Accepted {
     /// Counts an episode, and adds what it sampled to its task's if it did well.
     fn look_at(
         &mut self,
-        trajectory: Trajectory,
+        mut rows: Vec<Trajectory>,
         rules: &RejectionSampling,
-        by_task: &mut BTreeMap<String, Vec<TokenTrace>>,
+        by_task: &mut BTreeMap<String, Vec<Rows>>,
     ) {
         self.episodes += 1;
-        let is_cut_off = trajectory.is_truncated();
-        let is_trainable = trajectory.is_trainable();
-        let Trajectory {
-            task_id,
-            reward,
-            passed,
-            trace,
-            ..
-        } = trajectory;
-        let traces = by_task.entry(task_id).or_default();
+        let Some(first) = rows.first() else {
+            return;
+        };
+        let (reward, passed) = (first.reward, first.passed);
+        let episodes = by_task.entry(first.task_id.clone()).or_default();
+        let is_cut_off = rows.iter().any(Trajectory::is_truncated);
+        rows.retain(Trajectory::is_trainable);
         let Some(reward) = reward else {
             self.unscorable += 1;
             return;
@@ -140,14 +154,20 @@ impl Accepted {
             Some(least) => reward >= least,
             None => passed == Some(true),
         };
-        if !does_well || !is_trainable {
+        let rows: Rows = rows.into_iter().map(|row| row.trace).collect();
+        let ids = |rows: &Rows| {
+            rows.iter()
+                .map(|row| row.ids().to_vec())
+                .collect::<Vec<_>>()
+        };
+        if !does_well || rows.is_empty() {
             self.rejected += 1;
         } else if is_cut_off {
             self.cut_off += 1;
-        } else if (traces.iter()).any(|known| known.ids() == trace.ids()) {
+        } else if (episodes.iter()).any(|known| ids(known) == ids(&rows)) {
             self.duplicates += 1;
         } else {
-            traces.push(trace);
+            episodes.push(rows);
         }
     }
 }
@@ -157,10 +177,7 @@ impl std::fmt::Display for Accepted {
         write!(
             formatter,
             "kept {} of {} episodes, of {} of {} tasks",
-            self.traces.len(),
-            self.episodes,
-            self.tasks_kept,
-            self.tasks
+            self.kept, self.episodes, self.tasks_kept, self.tasks
         )?;
         let others = [
             (self.rejected, "did not do well enough"),

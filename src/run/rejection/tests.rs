@@ -51,7 +51,7 @@ fn episode(task_id: &str, first: u32, length: usize, reward: Option<f64>) -> Tra
         turns: Vec::new(),
         trace,
         reward,
-        rewards: indexmap::IndexMap::new(),
+        rewards: IndexMap::new(),
         passed: reward.map(|reward| reward >= 1.0),
         status: match reward {
             Some(_) => Status::Finished,
@@ -63,10 +63,19 @@ fn episode(task_id: &str, first: u32, length: usize, reward: Option<f64>) -> Tra
     }
 }
 
+/// Stores episodes of one row each.
 fn store(run: &Path, step: u64, episodes: &[Trajectory]) {
+    let numbered = (0..).zip(episodes).map(|(sample, episode)| Trajectory {
+        sample,
+        ..episode.clone()
+    });
+    store_rows(run, step, &numbered.collect::<Vec<_>>());
+}
+
+fn store_rows(run: &Path, step: u64, rows: &[Trajectory]) {
     let mut writer = StepWriter::create(run, step).unwrap();
-    for episode in episodes {
-        writer.append(episode).unwrap();
+    for row in rows {
+        writer.append(row).unwrap();
     }
     writer.finish().unwrap();
 }
@@ -169,6 +178,42 @@ fn a_task_has_at_most_so_many_the_shortest_or_any() {
         (0..20).map(|seed| lengths(&random(seed))).collect();
     assert!(picks.len() > 5, "{picks:?}");
     assert!(picks.iter().all(|pick| pick.len() == 3));
+}
+
+#[test]
+fn rows_of_an_agents_episode_are_kept_or_left_together() {
+    let bench = Bench::new();
+    let row = |sample: u32, first: u32, length: usize| Trajectory {
+        sample,
+        ..episode("a", first, length, Some(1.0))
+    };
+    let cut_off = Trajectory {
+        status: Status::Truncated,
+        ..row(2, 9, 2)
+    };
+    let rows = [
+        // Short in one of its rows, and longer than the next episode in all.
+        row(0, 3, 2),
+        row(0, 4, 9),
+        row(1, 5, 5),
+        row(2, 6, 3),
+        cut_off,
+        // As the first.
+        row(3, 3, 2),
+        row(3, 4, 9),
+    ];
+    store_rows(&bench.run(), 1, &rows);
+    let accepted = bench.accept(&RejectionSampling::default()).unwrap();
+    assert_eq!(lengths(&accepted), [2, 9, 5]);
+    assert_eq!(
+        accepted.to_string(),
+        "kept 2 of 4 episodes, of 1 of 1 tasks; 1 were cut off; 1 had the tokens of another"
+    );
+    let shortest = RejectionSampling {
+        max_per_task: Some(1),
+        ..RejectionSampling::default()
+    };
+    assert_eq!(lengths(&bench.accept(&shortest).unwrap()), [5]);
 }
 
 #[test]
