@@ -268,9 +268,11 @@ impl Episode {
 
     /// Ends an episode whose context is full.
     pub fn close(&mut self) {
-        let result = self.environment.close(None);
-        self.use_stats(self.environment.stats());
-        self.take_result(result, true);
+        self.guard(|episode| {
+            let result = episode.environment.close(None);
+            episode.use_stats(episode.environment.stats());
+            episode.take_result(result, true)
+        });
     }
 
     /// Ends an episode that was played elsewhere, with its answer if it gave one.

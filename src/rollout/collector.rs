@@ -159,11 +159,22 @@ struct Collection {
 enum Next {
     Turn,
     Pause,
+    /// It is graded, for there is no room to go on.
+    Close,
     End,
 }
 
 /// An episode back from its tools, with what they said; `None` at its end.
 type Answered = (SequenceId, Running, Option<Vec<Message>>);
+
+/// Ends an episode whose context is full, on the tools' threads.
+fn close(id: SequenceId, mut running: Running, sender: mpsc::Sender<Answered>) {
+    spawn_tools(move || {
+        running.episode.close();
+        // The receiver is gone only when the collection failed; then nobody waits.
+        let _ = sender.send((id, running, None));
+    });
+}
 
 impl<'a> Collector<'a> {
     /// Returns a collector that samples with `engine`.
@@ -231,7 +242,7 @@ impl<'a> Collector<'a> {
 
     /// Runs episodes until they are done or have sampled what `rule` lets them: those of `carried`, which
     /// were paused before, and of `requests`, each with its own collection's seed. Returns the groups that
-    /// are whole, at least one, and those that are not: with none whole all go on for another stretch.
+    /// are whole and those that are not. With none whole but those that we failed, all go on for another stretch.
     ///
     /// # Errors
     ///
@@ -259,8 +270,8 @@ impl<'a> Collector<'a> {
                 self.start_group(request, seed, rule.max_step_tokens, &mut all)?;
             }
             self.run(&mut all, &mut |_| {})?;
-            let mut groups = all.groups.iter();
-            if all.groups.is_empty() || groups.any(|group| group.paused.is_empty()) {
+            let is_paused = |group: &PausedGroup| !group.paused.is_empty();
+            if !all.groups.iter().any(is_paused) || all.groups.iter().any(PausedGroup::is_done) {
                 break;
             }
         }
@@ -334,6 +345,7 @@ impl<'a> Collector<'a> {
                         all.running.insert(id, running);
                     }
                     Next::Pause => self.pause(id, running, all)?,
+                    Next::Close => close(id, running, sender.clone()),
                     Next::End => self.finish(id, running, all, progress)?,
                 }
             }
@@ -609,8 +621,7 @@ impl<'a> Collector<'a> {
             })?;
         let suffix = self.tokenizer.encode_chat(&chat.text, &chat.literal)?;
         if episode.trace_mut().len() + suffix.len() + 1 >= self.config.max_context {
-            episode.close();
-            return Ok(Next::End);
+            return Ok(Next::Close);
         }
         episode.trace_mut().push_observation(&suffix);
         if running.left == 0 {

@@ -104,6 +104,14 @@ pub struct PausedRecord {
     paused: Vec<(Trajectory, OpenTurn)>,
 }
 
+impl PausedRecord {
+    /// Returns how many episodes the group has.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.done.len() + self.paused.len()
+    }
+}
+
 impl PausedGroup {
     /// Returns the task's id.
     #[must_use]
@@ -171,6 +179,13 @@ impl PausedGroup {
             done,
             paused,
         }
+    }
+
+    /// Returns whether the group is whole and not lost, as it is where all its episodes failed by our
+    /// fault.
+    pub(super) fn is_done(&self) -> bool {
+        let is_scored = |episode: &Trajectory| episode.reward.is_some();
+        self.paused.is_empty() && (self.done.is_empty() || self.done.iter().any(is_scored))
     }
 
     /// Returns the group if it is whole.

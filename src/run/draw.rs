@@ -171,7 +171,9 @@ impl TaskDraws<'_> {
             let task = task.ok_or_else(|| RunError::PausedTask {
                 id: record.task_id.clone(),
             })?;
-            let (size, seed) = (self.config.rollout.group_size, self.seed(step, draw));
+            // A group stays as large as it began, whatever the run file says by now.
+            let size = record.size().max(self.config.rollout.group_size);
+            let seed = self.seed(step, draw);
             let environments = self.workbench.group(task, size, seed, visit).environments;
             let tokenizer = &self.policy.tokenizer;
             let group = PausedGroup::restore(record.clone(), environments, tokenizer, format);

@@ -11,7 +11,7 @@ use crate::collective::Collective;
 use crate::config::RunConfig;
 use crate::engine::Engine;
 use crate::eval::{EvalReport, TaskScore};
-use crate::rollout::{CollectionSeed, Collector, RolloutGroup};
+use crate::rollout::{CollectionSeed, Collector, CollectorConfig, RolloutGroup};
 use crate::task::{Task, TaskSet};
 
 /// Episodes in the engine at one time while measuring.
@@ -73,7 +73,11 @@ fn measure_share(
 ) -> Result<(Vec<TaskScore>, Option<String>), RunError> {
     let samples = config.eval.samples;
     let total = tasks.len() * samples;
-    let collector_config = workbench.collector(config.eval.temperature);
+    let collector_config = CollectorConfig {
+        // It is a step's; a measurement has as many episodes at once as fit, and drops none of them.
+        deadline: None,
+        ..workbench.collector(config.eval.temperature)
+    };
     let seed = CollectionSeed {
         run: config.seed,
         purpose: "eval",

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
@@ -20,7 +21,7 @@ use wardian::rollout::{
 };
 use wardian::run::{Policy, Starter, new_engine};
 use wardian::trainer::{LossConfig, TrainSequence, pack, score_micro_batch};
-use wardian::trajectory::{TokenTrace, Trajectory};
+use wardian::trajectory::{Status, TokenTrace, Trajectory};
 
 use crate::run::{assert_same_run, episodes, interrupt, interrupt_at, train, wardian};
 
@@ -160,13 +161,19 @@ fn an_episode_that_goes_on_in_later_steps_is_of_each_policy_exactly_what_it_samp
 /// Answers every turn with a number, and ends with the last of some.
 struct Answers {
     left: u32,
+    /// What each answer takes.
+    time: Duration,
     tools: Vec<ToolSpec>,
 }
 
 impl Answers {
     fn boxed(left: u32) -> Box<dyn Environment> {
+        Self::slow(left, Duration::ZERO)
+    }
+
+    fn slow(left: u32, time: Duration) -> Box<dyn Environment> {
         let tools = vec![run_python_tool()];
-        Box::new(Self { left, tools })
+        Box::new(Self { left, time, tools })
     }
 
     fn result(&self) -> StepResult {
@@ -194,6 +201,7 @@ impl Environment for Answers {
     }
 
     fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+        std::thread::sleep(self.time);
         self.left -= 1;
         Ok(self.result())
     }
@@ -208,8 +216,8 @@ impl Environment for Answers {
     }
 }
 
-#[test]
-fn an_episode_waits_within_a_turn_and_behind_a_tools_answer() {
+/// The model that the binary carries, and how it is sampled in short episodes with a tool.
+fn starter(deadline: Option<Duration>) -> (RunConfig, Policy, CollectorConfig) {
     let folder = tempfile::tempdir().expect("a folder");
     let starter = Starter::unpack(folder.path()).expect("the starter");
     let mut config = RunConfig::default();
@@ -229,30 +237,42 @@ fn an_episode_waits_within_a_turn_and_behind_a_tools_answer() {
         },
         use_tools: true,
         tool_call_format: None,
-        deadline: None,
+        deadline,
     };
-    let request = |environments| GroupRequest {
+    (config, policy, collector)
+}
+
+fn group_of(environments: Vec<Box<dyn Environment>>) -> GroupRequest {
+    GroupRequest {
         task_id: "1".to_owned(),
         visit: 0,
         max_new_tokens: None,
         environments,
-    };
-    let seed = |step| CollectionSeed {
+    }
+}
+
+fn seed(step: u64) -> CollectionSeed<'static> {
+    CollectionSeed {
         run: 7,
         purpose: "train",
         step,
         draw: 0,
-    };
+    }
+}
+
+#[test]
+fn an_episode_waits_within_a_turn_and_behind_a_tools_answer() {
+    let (config, policy, collector) = starter(None);
     // Without a bound all are waited for. A group without episodes is whole at once, so that the other
     // need not be.
     let collect = |carried: Vec<PausedGroup>, step, tokens| {
         let mut engine = new_engine(&config, &policy).expect("an engine");
         let (template, tokenizer) = (&policy.template, &policy.tokenizer);
         let fresh = match carried.is_empty() {
-            true => vec![(request(vec![Answers::boxed(3)]), seed(step))],
+            true => vec![(group_of(vec![Answers::boxed(3)]), seed(step))],
             false => Vec::new(),
         };
-        let empty = (request(Vec::new()), seed(step));
+        let empty = (group_of(Vec::new()), seed(step));
         let rule = PauseRule {
             max_step_tokens: tokens,
             oldest: 0,
@@ -330,17 +350,31 @@ fn paused_episodes_go_on_behind_a_kill_at_every_step(#[case] level: &str) {
 
 #[test]
 fn an_episode_that_takes_too_long_is_no_failure_of_the_policys() {
+    let (config, policy, collector) = starter(Some(Duration::from_secs(6)));
+    let mut engine = new_engine(&config, &policy).expect("an engine");
+    let late = Answers::slow(1, Duration::from_secs(7));
+    let request = group_of(vec![Answers::boxed(1), late, Answers::boxed(1)]);
+    let (groups, _) = Collector::new(&mut engine, &policy.tokenizer, &policy.template, &collector)
+        .collect(vec![request], seed(1), &mut |_| {})
+        .expect("it collects");
+    assert_eq!(groups[0].rewards(), [Some(1.0), None, Some(1.0)]);
+    let Status::Failed { reason } = &groups[0].trajectories[1].status else {
+        panic!("it was scored: {:?}", groups[0].trajectories[1].status)
+    };
+    assert!(
+        reason.contains("took longer than `rollout.deadline`"),
+        "{reason}"
+    );
+}
+
+#[test]
+fn a_run_whose_episodes_all_take_too_long_ends_behind_its_measurement() {
     let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
     let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
-        .args([
-            "train",
-            "--seed",
-            "3",
-            "--set",
-            "rollout.deadline=1ms",
-            "--out",
-        ])
-        .arg(folder.path().join("run"))
+        .args(["train", "--seed", "3", "--set", "rollout.deadline=1ms"])
+        .arg("--out")
+        .arg(&run)
         .args(sets(&[
             "trainer.steps=1",
             "rollout.groups_per_step=1",
@@ -348,11 +382,14 @@ fn an_episode_that_takes_too_long_is_no_failure_of_the_policys() {
         ]))
         .output()
         .expect("the binary starts");
-    // Nothing is scored with 0: without any score a run has nothing to learn from.
+    // Nothing is scored with 0: without any score a step has nothing to learn from.
     let messages = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{messages}");
     assert!(
         messages.contains("took longer than `rollout.deadline`"),
         "{messages}"
     );
+    // A measurement is no step: it has no deadline.
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("pass@1"), "{told} {messages}");
 }
