@@ -323,6 +323,7 @@ pub struct RolloutConfig {
     pub max_off_policy_steps: u64,
     /// Wall-clock time of an episode in one step, its waits for others included; without bound unless
     /// given. An episode that meets it is left out of learning: it says something about the machine.
+    /// Measurements have none.
     #[serde(
         with = "units::optional_duration",
         skip_serializing_if = "Option::is_none"

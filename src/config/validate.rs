@@ -273,6 +273,24 @@ impl RunConfig {
                 agent.concurrency,
                 &format!("make it 1 to {MAX_WORKERS}"),
             );
+            // What it samples, and how long it takes, is the agent's own affair; its model computes on the
+            // threads that a gradient does.
+            for (key, is_given) in [
+                ("rollout.deadline", rollout.deadline.is_some()),
+                (
+                    "rollout.max_thinking_tokens",
+                    rollout.max_thinking_tokens.is_some(),
+                ),
+                ("trainer.async_level", self.trainer.async_level > 0),
+            ] {
+                issues.require(
+                    !is_given,
+                    key,
+                    "a value",
+                    "leave it out: a program (`rollout.agent`) has its own limits, such as \
+                     `rollout.agent.timeout`, and is not run ahead",
+                );
+            }
             issues.require(
                 !agent.timeout.is_zero(),
                 "rollout.agent.timeout",

@@ -343,6 +343,23 @@ fn episodes_that_wait_are_kept_by_one_process_and_need_no_further_draws() {
 }
 
 #[test]
+fn an_agent_is_given_no_limits_that_are_not_its_own() {
+    let agent = "rollout.agent.command=['python3', 'agent.py']";
+    with(agent).unwrap();
+    for other in [
+        "rollout.deadline=10s",
+        "rollout.max_thinking_tokens=50",
+        "rollout.max_step_tokens=50",
+        "trainer.async_level=1",
+    ] {
+        let error = message(&RunConfig::from_toml(LEAST, &[agent, other]).unwrap_err());
+        let key = other.split('=').next().expect("a key");
+        assert!(error.contains(&format!("`{key}` is ")), "{error}");
+        assert!(error.contains("a program (`rollout.agent`)"), "{error}");
+    }
+}
+
+#[test]
 fn dropout_is_refused_where_it_would_be_taken_for_something_else() {
     let dropout = "trainer.lora_dropout=0.1";
     with(dropout).unwrap();
