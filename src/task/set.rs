@@ -184,14 +184,9 @@ impl TaskSet {
         self
     }
 
-    /// Returns the tasks of one training step: `count` of them, taken in order from an endless
-    /// sequence of epochs, each a new permutation by `seed` (see [`epoch_order`]). A resumed run
-    /// that asks for the same step gets the same tasks.
-    pub fn batch(&self, seed: u64, step: u64, count: usize) -> Vec<&Task> {
-        self.stretch(seed, step * count as u64, count)
-    }
-
-    /// Returns `count` tasks of that endless sequence from place `first` on.
+    /// Returns `count` tasks from place `first` on of an endless sequence of epochs, each a new
+    /// permutation by `seed` (see [`epoch_order`]). A resumed run that asks for the same place gets the
+    /// same tasks.
     pub fn stretch(&self, seed: u64, first: u64, count: usize) -> Vec<&Task> {
         let len = self.tasks.len() as u64;
         let mut order = (u64::MAX, Vec::new());
@@ -312,7 +307,7 @@ mod tests {
             tasks: (0..7).map(task).collect(),
         };
         let seen: Vec<&str> = (0..7)
-            .flat_map(|step| set.batch(1, step, 3))
+            .flat_map(|step| set.stretch(1, step * 3, 3))
             .map(|task| task.id.as_str())
             .collect();
         assert_eq!(seen.len(), 21);
@@ -320,7 +315,7 @@ mod tests {
             let distinct: HashSet<_> = epoch.iter().collect();
             assert_eq!(distinct.len(), 7);
         }
-        assert_eq!(set.batch(1, 4, 3), set.batch(1, 4, 3));
+        assert_eq!(set.stretch(1, 12, 3), set.stretch(1, 12, 3));
         // Stretches of other lengths go over the same sequence.
         let ids = |tasks: Vec<&Task>| -> Vec<String> {
             tasks.into_iter().map(|task| task.id.clone()).collect()

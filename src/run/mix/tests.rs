@@ -103,7 +103,7 @@ fn a_run_without_environments_draws_as_it_did() {
     for place in 0..9 {
         assert_eq!(mix.shares(place + 1, 4), [4]);
         let batch = mix.draw(&[4], place, &mut drawn, None);
-        assert_eq!(batch, set.batch(9, place, 4));
+        assert_eq!(batch, set.stretch(9, place * 4, 4));
         assert!(batch.iter().all(|task| !task.id.contains('/')));
     }
     assert!(
