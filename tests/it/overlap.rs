@@ -352,7 +352,8 @@ fn paused_episodes_go_on_behind_a_kill_at_every_step(#[case] level: &str) {
 fn an_episode_that_takes_too_long_is_no_failure_of_the_policys() {
     let (config, policy, collector) = starter(Some(Duration::from_secs(6)));
     let mut engine = new_engine(&config, &policy).expect("an engine");
-    let late = Answers::slow(1, Duration::from_secs(7));
+    // Not done by the time that its first answer is back.
+    let late = Answers::slow(2, Duration::from_secs(7));
     let request = group_of(vec![Answers::boxed(1), late, Answers::boxed(1)]);
     let (groups, _) = Collector::new(&mut engine, &policy.tokenizer, &policy.template, &collector)
         .collect(vec![request], seed(1), &mut |_| {})
@@ -390,6 +391,6 @@ fn a_run_whose_episodes_all_take_too_long_ends_behind_its_measurement() {
         "{messages}"
     );
     // A measurement is no step: it has no deadline.
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(told.contains("pass@1"), "{told} {messages}");
+    let measured = "Pass rate on held-out tasks before training";
+    assert!(messages.contains(measured), "{messages}");
 }
