@@ -1,6 +1,8 @@
 //! Accepting and serving connections until asked to stop.
 
+use std::io;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -8,33 +10,90 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
+use tokio_rustls::server::TlsStream;
+
+use super::tls::{HANDSHAKE_WITHIN, ServerTls};
 
 /// How long a connection may take to send the head of a request, and be idle before it.
 const HEAD_WITHIN: Duration = Duration::from_secs(60);
+
+/// How much is read of a client whose handshake was refused.
+const REFUSED_READ: u64 = 64 << 10;
 
 /// How long nobody is let in after a connection could not be accepted, as where there are no more file
 /// descriptors.
 const REST: Duration = Duration::from_millis(100);
 
+/// Where connections come from.
+#[derive(Debug)]
+pub struct Listener {
+    tcp: TcpListener,
+    tls: Option<Arc<ServerTls>>,
+}
+
+impl Listener {
+    /// Makes connections TLS where `tls` is given.
+    #[must_use]
+    pub fn new(tcp: TcpListener, tls: Option<ServerTls>) -> Self {
+        Self {
+            tcp,
+            tls: tls.map(Arc::new),
+        }
+    }
+
+    /// Returns the address that is listened at, as a URL without a path.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system does not know it.
+    pub fn url(&self) -> io::Result<String> {
+        let scheme = match self.tls {
+            Some(_) => "https",
+            None => "http",
+        };
+        Ok(format!("{scheme}://{}", self.tcp.local_addr()?))
+    }
+}
+
+impl From<TcpListener> for Listener {
+    fn from(tcp: TcpListener) -> Self {
+        Self::new(tcp, None)
+    }
+}
+
 /// Serves until `shutdown` is ready, then lets requests under way finish for up to `grace`. A connection
 /// that becomes a socket is the router's to look after.
 pub async fn serve(
-    listener: TcpListener,
+    listener: impl Into<Listener>,
     router: Router,
     shutdown: impl Future<Output = ()> + Send + 'static,
     grace: Duration,
 ) {
-    serve_with(listener, router, shutdown, grace, HEAD_WITHIN).await;
+    let patience = Patience {
+        handshake: HANDSHAKE_WITHIN,
+        head: HEAD_WITHIN,
+    };
+    serve_with(listener.into(), router, shutdown, grace, patience).await;
 }
 
-async fn serve_with(
-    listener: TcpListener,
+/// How long a client may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    /// Over a handshake.
+    pub(super) handshake: Duration,
+    /// Over the head of a request.
+    pub(super) head: Duration,
+}
+
+pub(super) async fn serve_with(
+    listener: Listener,
     router: Router,
     shutdown: impl Future<Output = ()>,
     grace: Duration,
-    head_within: Duration,
+    patience: Patience,
 ) {
     raise_descriptor_limit();
     let stopping = watch::Sender::new(false);
@@ -43,12 +102,25 @@ async fn serve_with(
     let mut shutdown = pin!(shutdown);
     loop {
         tokio::select! {
-            accepted = listener.accept() => match accepted {
+            accepted = listener.tcp.accept() => match accepted {
                 Ok((stream, _)) => {
-                    let (router, stopping) = (router.clone(), stopping.subscribe());
-                    let share = alive.clone();
+                    let (router, mut stopping) = (router.clone(), stopping.subscribe());
+                    let (share, tls) = (alive.clone(), listener.tls.clone());
                     tokio::spawn(async move {
-                        converse(stream, router, stopping, head_within).await;
+                        // A reply that waits for the acknowledgement of the one before would take 40 ms
+                        // longer. Without it the connection is slower, no more.
+                        let _ = stream.set_nodelay(true);
+                        match tls {
+                            None => converse(stream, router, stopping, patience.head).await,
+                            // Boxed, so that a plain connection takes no more memory for it.
+                            Some(tls) => Box::pin(async move {
+                                let within = patience.handshake;
+                                if let Some(stream) = secure(stream, &tls, &mut stopping, within).await {
+                                    converse(stream, router, stopping, patience.head).await;
+                                }
+                            })
+                            .await,
+                        }
                         drop(share);
                     });
                 }
@@ -71,15 +143,66 @@ async fn serve_with(
     }
 }
 
+/// Returns the connection once the client has shaken hands, if it does so in time and before the server
+/// stops.
+async fn secure(
+    mut stream: TcpStream,
+    tls: &ServerTls,
+    stopping: &mut watch::Receiver<bool>,
+    within: Duration,
+) -> Option<TlsStream<TcpStream>> {
+    let handshake = async move {
+        let mut first = [0];
+        stream.peek(&mut first).await?;
+        // The first letter of a method of HTTP; TLS begins with the byte 22.
+        let (error, mut stream) = match first[0].is_ascii_uppercase() {
+            true => {
+                stream.write_all(plain_answer().as_bytes()).await?;
+                (io::Error::other("it speaks no TLS"), stream)
+            }
+            false => match tls.accept(stream).await {
+                Ok(stream) => return Ok(stream),
+                Err(refused) => refused,
+            },
+        };
+        stream.shutdown().await?;
+        // What is closed with something unread takes along what the client was told.
+        tokio::io::copy(&mut stream.take(REFUSED_READ), &mut tokio::io::sink()).await?;
+        Err(error)
+    };
+    let done = tokio::select! {
+        done = tokio::time::timeout(within, handshake) => done,
+        _ = stopping.wait_for(|stops| *stops) => return None,
+    };
+    match done {
+        Ok(Ok(stream)) => Some(stream),
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "a handshake failed");
+            None
+        }
+        Err(_) => {
+            tracing::debug!("a handshake took too long");
+            None
+        }
+    }
+}
+
+/// Returns what a client that speaks no TLS is told.
+fn plain_answer() -> String {
+    const WHY: &str = "this port speaks TLS only: ask for `https://` or `wss://`\n";
+    format!(
+        "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {}\r\n\
+         Connection: close\r\n\r\n{WHY}",
+        WHY.len()
+    )
+}
+
 async fn converse(
-    stream: TcpStream,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
     mut stopping: watch::Receiver<bool>,
     head_within: Duration,
 ) {
-    // A reply that waits for the acknowledgement of the one before would take 40 ms longer. Without it
-    // the connection is slower, no more.
-    let _ = stream.set_nodelay(true);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(head_within)
@@ -115,7 +238,6 @@ fn raise_descriptor_limit() {
 #[cfg(test)]
 mod tests {
     use axum::routing::get;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
     use super::*;
 
@@ -142,7 +264,11 @@ mod tests {
             let shutdown = async {
                 let _ = stopped.wait_for(|stops| *stops).await;
             };
-            serve_with(listener, router, shutdown, grace, head_within).await;
+            let patience = Patience {
+                handshake: head_within,
+                head: head_within,
+            };
+            serve_with(listener.into(), router, shutdown, grace, patience).await;
         });
         (address, stop, served)
     }

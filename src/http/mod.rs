@@ -1,5 +1,5 @@
-//! What servers and clients share: serving until asked to stop, bearer tokens, names of requests, counts,
-//! when to try again.
+//! What servers and clients share: serving until asked to stop, TLS, bearer tokens, names of requests,
+//! counts, when to try again.
 
 mod bodies;
 mod connections;
@@ -7,6 +7,7 @@ mod metrics;
 mod retry;
 #[cfg(test)]
 pub(crate) mod tests_support;
+pub mod tls;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -18,7 +19,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 
 pub(crate) use bodies::{Bodies, BodyError, BodyShare, check_values, give_back};
-pub use connections::serve;
+pub use connections::{Listener, serve};
 pub(crate) use metrics::{Histogram, ResponseCounts, series};
 pub(crate) use retry::{asked_pause, may_pass};
 

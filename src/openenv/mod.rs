@@ -42,12 +42,11 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{get, post};
 use serde_json::{Map, Value, json};
-use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::Grader;
-use crate::http::{self, ApiKey, Bodies, BodyError, is_cross_site, name_request};
+use crate::http::{self, ApiKey, Bodies, BodyError, Listener, is_cross_site, name_request};
 use crate::sandbox::{Cancel, Limits, Sandbox, SandboxError, WasmRuntime};
 use crate::task::TaskSet;
 
@@ -279,7 +278,7 @@ impl Server {
     /// under way after it, within `grace`.
     pub async fn serve(
         self,
-        listener: TcpListener,
+        listener: impl Into<Listener>,
         shutdown: impl Future<Output = ()> + Send + 'static,
         grace: Duration,
     ) {

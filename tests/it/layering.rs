@@ -12,7 +12,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("lines", &[]),
     ("hub", &[]),
     ("chat", &[]),
-    ("http", &[]),
+    ("http", &["causes"]),
     ("collective", &[]),
     ("sandbox", &["causes"]),
     ("engine", &["hub"]),

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use serde_json::{Value, json};
 
 const TASK: &str = "Write a function f(x) that takes x, adds 7, then takes the remainder modulo 9 and \
@@ -43,7 +44,7 @@ impl Server {
         let mut line = String::new();
         stderr.read_line(&mut line).expect("it says where it is");
         let address = line
-            .split_once("http://")
+            .split_once("://")
             .and_then(|(_, rest)| rest.split_once("/v1"))
             .unwrap_or_else(|| panic!("no address in: {line}"));
         let address = address.0.to_owned();
@@ -553,4 +554,71 @@ fn a_model_behind_an_endpoint_is_measured_as_one_here() {
     assert_eq!(other.status.code(), Some(2));
     let told = String::from_utf8_lossy(&other.stderr).into_owned();
     assert!(told.contains("another `"), "{told}");
+}
+
+/// Two proxies, of which one is the other's upstream, so that no model is loaded: servers and clients are
+/// told about certificates by their options.
+#[test]
+fn tls_is_spoken_where_certificates_are_given() {
+    let folder = tempfile::tempdir().expect("there is a folder");
+    let write = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        fs_err::write(&path, text).expect("it is written");
+        path.to_str().expect("the path is text").to_owned()
+    };
+    let mut params = CertificateParams::new(Vec::new()).expect("they are names");
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().expect("there is a key");
+    let root = CertifiedIssuer::self_signed(params, key).expect("it is signed");
+    let ca = write("ca.pem", root.pem());
+    let key = KeyPair::generate().expect("there is a key");
+    let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).expect("it is a name");
+    let certificate = params.signed_by(&key, &root).expect("it is signed");
+    let bundle = write("bundle.pem", key.serialize_pem() + &certificate.pem());
+    let key = write("key.pem", key.serialize_pem());
+    let certificate = write("certificate.pem", certificate.pem());
+
+    let dead = ["--upstream", "http://127.0.0.1:9/v1"];
+    let model = ["--upstream-model", "the-model"];
+    let tls = [
+        "--tls-cert",
+        &certificate,
+        "--tls-key",
+        &key,
+        "--tls-client-ca",
+        &ca,
+    ];
+    let behind = Server::start_as("proxy", &[&dead[..], &model, &tls].concat());
+    let url = format!("https://{}/v1", behind.address);
+    let shows = ["--upstream-tls-ca", &ca, "--upstream-tls-cert", &bundle];
+    for (options, status, part) in [
+        (&shows[..], 200, "the-model"),
+        (&shows[..2], 502, "CertificateRequired"),
+        (&[], 502, "UnknownIssuer"),
+    ] {
+        let front = Server::start_as("proxy", &[&["--upstream", &url], options].concat());
+        let (answered, body) = front.ask("GET", "/v1/models", "");
+        assert_eq!(answered, status, "{body}");
+        assert!(body.contains(part), "{body}");
+        front.terminate();
+    }
+    let (status, body) = behind.ask("GET", "/health", "");
+    assert!(
+        status == 400 && body.contains("TLS only"),
+        "{status}: {body}"
+    );
+    let (code, rest) = behind.terminate();
+    assert_eq!(code, Some(0), "{rest}");
+
+    for (options, part) in [
+        (["--tls-key", &key], "--tls-cert"),
+        (["--tls-cert", &ca], "holds no private key"),
+        (["--tls-cert", "none.pem"], "none.pem"),
+    ] {
+        let output = wardian(&[&["proxy"], &dead[..], &options].concat()).output();
+        let output = output.expect("the binary starts");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        assert!(errors.contains(part), "{errors}");
+    }
 }

@@ -22,6 +22,7 @@ use crate::eval::endpoint::{
     EndpointConfig, EndpointError, EndpointUsage, ResultsFile, evaluate_endpoint, only_model,
 };
 use crate::eval::{EvalReport, TaskScore};
+use crate::http::tls::TlsFiles;
 use crate::proxy::UpstreamConfig;
 use crate::rollout::CollectionSeed;
 use crate::run::{RunError, Workbench, evaluation_tasks};
@@ -37,6 +38,15 @@ pub(super) struct EndpointArgs {
     /// Environment variable that holds the endpoint's key
     #[arg(long, value_name = "NAME", requires = "endpoint")]
     api_key_env: Option<String>,
+    /// Roots that the endpoint's certificate must lead to (PEM) [default: those of the web]
+    #[arg(long, value_name = "FILE", requires = "endpoint")]
+    tls_ca: Option<PathBuf>,
+    /// Certificate that the endpoint is shown (PEM)
+    #[arg(long, value_name = "FILE", requires = "endpoint")]
+    tls_cert: Option<PathBuf>,
+    /// Private key of `--tls-cert` (PEM) [default: in the same file]
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
     /// Keep each episode in this file as it ends, and go on from what it holds
     #[arg(long, value_name = "FILE", requires = "endpoint")]
     out: Option<PathBuf>,
@@ -123,6 +133,11 @@ impl EndpointArgs {
         };
         let mut upstream = UpstreamConfig {
             api_key: secret(self.api_key_env.as_deref()).map_err(Failure::usage)?,
+            tls: TlsFiles {
+                certificate: self.tls_cert.clone(),
+                key: self.tls_key.clone(),
+                ca: self.tls_ca.clone(),
+            },
             asks_for_ids: false,
             timeout: self.request_timeout,
             max_calls: self.concurrency,

@@ -8,13 +8,14 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use clap::Args;
 
-use super::serving::{EngineArgs, Served, api_key, on_runtime, secret};
+use super::serving::{EngineArgs, Served, TlsArgs, api_key, on_runtime, secret};
 use super::setup;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration, require_http};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::http;
+use crate::http::tls::TlsFiles;
 use crate::proxy::{self, Backend, ProxyConfig, Purpose, Upstream, UpstreamConfig};
 
 /// What sessions are for.
@@ -49,6 +50,8 @@ pub(in crate::cli) struct ProxyArgs {
     /// Environment variable that holds the key of the control routes [default: no key is asked]
     #[arg(long, value_name = "NAME")]
     admin_key_env: Option<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Let a key or a path that names no session open one
     #[arg(long)]
     open_sessions: bool,
@@ -92,6 +95,15 @@ struct UpstreamArgs {
     /// Environment variable that holds the upstream's key
     #[arg(long, value_name = "NAME", requires = "upstream")]
     upstream_key_env: Option<String>,
+    /// Roots that the upstream's certificate must lead to (PEM) [default: those of the web]
+    #[arg(long, value_name = "FILE", requires = "upstream")]
+    upstream_tls_ca: Option<PathBuf>,
+    /// Certificate that the upstream is shown (PEM)
+    #[arg(long, value_name = "FILE", requires = "upstream")]
+    upstream_tls_cert: Option<PathBuf>,
+    /// Private key of `--upstream-tls-cert` (PEM) [default: in the same file]
+    #[arg(long, value_name = "FILE", requires = "upstream_tls_cert")]
+    upstream_tls_key: Option<PathBuf>,
     /// Ask the upstream to stream its answers
     #[arg(long, requires = "upstream")]
     upstream_stream: bool,
@@ -115,6 +127,11 @@ impl UpstreamArgs {
         Ok(UpstreamConfig {
             model: self.upstream_model.clone(),
             api_key: secret(self.upstream_key_env.as_deref()).map_err(Failure::usage)?,
+            tls: TlsFiles {
+                certificate: self.upstream_tls_cert.clone(),
+                key: self.upstream_tls_key.clone(),
+                ca: self.upstream_tls_ca.clone(),
+            },
             is_streamed: self.upstream_stream,
             asks_for_ids: !self.upstream_without_ids,
             timeout: self.upstream_timeout,
@@ -133,6 +150,7 @@ fn bytes(size: ByteSize) -> usize {
 
 pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
     let admin_key = api_key(args.admin_key_env.as_deref()).map_err(Failure::usage)?;
+    let tls = args.tls.read()?;
     args.engine.check()?;
     if admin_key.is_none() && !args.listen.ip().is_loopback() {
         printer.note(
@@ -158,9 +176,9 @@ pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
         out: args.out.clone(),
     };
     let router = proxy::router(backend, config);
-    on_runtime(args.listen, async |listener, stop| {
-        let address = listener.local_addr().map_err(Failure::internal)?;
-        printer.note(&format!("Capturing at http://{address}/v1 what {what}"));
+    on_runtime(args.listen, tls, async |listener, stop| {
+        let url = listener.url().map_err(Failure::internal)?;
+        printer.note(&format!("Capturing at {url}/v1 what {what}"));
         http::serve(listener, router, stop, args.grace).await;
         Ok(())
     })?;
@@ -176,7 +194,7 @@ pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
 fn backend(args: &ProxyArgs) -> Result<(Backend, Option<JoinHandle<()>>, String), Failure> {
     if let Some(url) = &args.upstream {
         let config = args.of_upstream.config(url, args.engine.max_requests())?;
-        let backend = Backend::Upstream(Upstream::new(config));
+        let backend = Backend::Upstream(Upstream::new(config).map_err(Failure::usage)?);
         return Ok((backend, None, format!("{url} answers")));
     }
     let loaded = setup::load_model(&args.model)?;

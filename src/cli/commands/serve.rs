@@ -7,12 +7,13 @@ use bytesize::ByteSize;
 use clap::Args;
 
 use super::serve_env::{EnvArgs, EnvironmentName};
-use super::serving::{EngineArgs, Served, api_key, on_runtime};
+use super::serving::{EngineArgs, Served, TlsArgs, api_key, on_runtime};
 use super::setup;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
+use crate::http::tls::ServerTls;
 use crate::http::{self, ApiKey};
 use crate::openai::{self, ServerConfig};
 
@@ -33,6 +34,8 @@ pub(in crate::cli) struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     api_key_env: Option<String>,
     #[command(flatten)]
+    tls: TlsArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     /// Largest request
     #[arg(long, value_name = "SIZE", default_value = "8MiB")]
@@ -44,8 +47,9 @@ pub(in crate::cli) struct ServeArgs {
 
 pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     let api_key = api_key(args.api_key_env.as_deref()).map_err(Failure::usage)?;
+    let tls = args.tls.read()?;
     if let Some(name) = args.environment.env {
-        return run_environment(args, name, api_key, printer);
+        return run_environment(args, name, api_key, tls, printer);
     }
     args.engine.check()?;
     let loaded = setup::load_model(&args.model)?;
@@ -64,11 +68,9 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     };
     let name = model.name.clone();
     let router = openai::router(engine, model, config);
-    on_runtime(args.listen, async |listener, stop| {
-        let address = listener.local_addr().map_err(Failure::internal)?;
-        printer.note(&format!(
-            "Serving `{name}` at http://{address}/v1 with {limits}"
-        ));
+    on_runtime(args.listen, tls, async |listener, stop| {
+        let url = listener.url().map_err(Failure::internal)?;
+        printer.note(&format!("Serving `{name}` at {url}/v1 with {limits}"));
         http::serve(listener, router, stop, args.grace).await;
         Ok(())
     })?;
@@ -82,14 +84,15 @@ fn run_environment(
     args: &ServeArgs,
     name: EnvironmentName,
     api_key: Option<ApiKey>,
+    tls: Option<ServerTls>,
     printer: &Printer,
 ) -> Outcome {
     let max_bytes = usize::try_from(args.max_request_bytes.0).unwrap_or(usize::MAX);
     let server = args.environment.server(name, api_key, max_bytes, printer)?;
-    on_runtime(args.listen, async |listener, stop| {
-        let address = listener.local_addr().map_err(Failure::internal)?;
+    on_runtime(args.listen, tls, async |listener, stop| {
+        let url = listener.url().map_err(Failure::internal)?;
         printer.note(&format!(
-            "Serving the environment `{}` at http://{address}",
+            "Serving the environment `{}` at {url}",
             server.name()
         ));
         server.serve(listener, stop, args.grace).await;

@@ -1,6 +1,7 @@
 //! What the commands that serve share: the engine behind the API, the listener, keys and signals.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,7 +16,8 @@ use super::setup::LoadedModel;
 use crate::chat::ToolCallFormat;
 use crate::cli::failure::Failure;
 use crate::engine::{Engine, EngineConfig, EngineHandle, PrefixCaching, available_memory};
-use crate::http::ApiKey;
+use crate::http::tls::{ServerTls, TlsFiles};
+use crate::http::{ApiKey, Listener};
 use crate::openai::ServedModel;
 use crate::run::{Policy, RunError};
 
@@ -120,10 +122,41 @@ impl EngineArgs {
     }
 }
 
+/// How connections are secured.
+#[derive(Debug, Args)]
+pub(super) struct TlsArgs {
+    /// Speak TLS with this certificate (PEM), followed by those between it and its root; read again when it
+    /// changes
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// Private key of `--tls-cert` (PEM) [default: in the same file]
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Refuse clients without a certificate that leads to one of these roots (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_client_ca: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// Reads the certificate, if there is one.
+    pub(super) fn read(&self) -> Result<Option<ServerTls>, Failure> {
+        let files = TlsFiles {
+            certificate: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            ca: self.tls_client_ca.clone(),
+        };
+        match files.is_empty() {
+            true => Ok(None),
+            false => ServerTls::new(files).map(Some).map_err(Failure::usage),
+        }
+    }
+}
+
 /// Listens, and runs `serve` with what is ready when the process is asked to stop.
 pub(super) fn on_runtime(
     listen: SocketAddr,
-    serve: impl AsyncFnOnce(TcpListener, StopSignal) -> Result<(), Failure>,
+    tls: Option<ServerTls>,
+    serve: impl AsyncFnOnce(Listener, StopSignal) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -136,7 +169,7 @@ pub(super) fn on_runtime(
             .with_context(|| format!("listening on {listen}"))
             .map_err(Failure::usage)?;
         let stop = stop_signal().map_err(Failure::internal)?;
-        serve(listener, stop).await
+        serve(Listener::new(listener, tls), stop).await
     })?;
     // Connections that are still open hold what is served; the runtime's end drops them.
     runtime.shutdown_timeout(Duration::from_secs(1));

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::http::tls::TlsError;
 use crate::proxy::ProxyError;
 
 /// An evaluation that could not begin or could not go on. Episodes that are done are kept.
@@ -74,6 +75,9 @@ pub enum EndpointError {
         /// Episodes in all.
         total: usize,
     },
+    /// The files for TLS cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The results cannot be read or written.
     #[error("the results cannot be kept")]
     Io(#[from] std::io::Error),
@@ -89,6 +93,7 @@ impl EndpointError {
                 | Self::Models { .. }
                 | Self::OtherResults { .. }
                 | Self::NoResults { .. }
+                | Self::Tls(_)
         )
     }
 }

@@ -61,7 +61,7 @@ pub struct EndpointConfig {
 /// Fails where the endpoint cannot be asked, or has none or several.
 pub fn only_model(upstream: UpstreamConfig) -> Result<String, EndpointError> {
     let url = upstream.url.clone();
-    let list = Upstream::new(upstream)
+    let list = Upstream::new(upstream)?
         .list_models()
         .map_err(|source| EndpointError::Refused {
             url: url.clone(),
@@ -188,7 +188,7 @@ pub fn evaluate_endpoint(
     let is_over = AtomicBool::new(false);
     let asker = Asker {
         config,
-        upstream: Upstream::new(config.upstream.clone()),
+        upstream: Upstream::new(config.upstream.clone())?,
         stop,
         is_over: &is_over,
     };

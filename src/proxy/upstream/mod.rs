@@ -7,6 +7,7 @@
 
 mod answer;
 mod sse;
+mod tls;
 
 #[cfg(test)]
 mod tests;
@@ -19,12 +20,14 @@ use serde_json::{Map, Value, json};
 use tokio::sync::{Semaphore, mpsc};
 
 use self::answer::{Assembled, message_of, read};
+use self::tls::tls_config;
 use super::ProxyError;
 use super::backend::{Ended, Outcome, Told, tell};
 use super::dialect::Answer;
 use super::record::Ending;
 use crate::engine::BusyError;
 use crate::http::asked_pause;
+use crate::http::tls::{Credentials, Reloading, TlsError, TlsFiles};
 use crate::openai::{ApiError, Delta};
 
 #[cfg(any(fuzzing, test))]
@@ -49,6 +52,9 @@ pub struct UpstreamConfig {
     pub model: Option<String>,
     /// Sent as `Authorization: Bearer`.
     pub api_key: Option<String>,
+    /// Whom it must be, and what it is shown, where its address is `https`. Default: the roots of the web,
+    /// and nothing.
+    pub tls: TlsFiles,
     /// Whether it is asked to stream its answers. Some versions of vLLM lose ids when they stream
     /// tool calls. Default: false.
     pub is_streamed: bool,
@@ -73,6 +79,7 @@ impl UpstreamConfig {
             url: url.into(),
             model: None,
             api_key: None,
+            tls: TlsFiles::default(),
             is_streamed: false,
             asks_for_ids: true,
             timeout: Duration::from_mins(10),
@@ -97,7 +104,7 @@ impl fmt::Debug for UpstreamConfig {
 #[derive(Debug, Clone)]
 pub struct Upstream {
     config: Arc<UpstreamConfig>,
-    agent: ureq::Agent,
+    agent: Arc<Reloading<ureq::Agent>>,
     slots: Arc<Semaphore>,
 }
 
@@ -130,25 +137,33 @@ enum Said {
 
 impl Upstream {
     /// Prepares to ask the server.
-    #[must_use]
-    pub fn new(config: UpstreamConfig) -> Self {
+    ///
+    /// # Errors
+    ///
+    /// Fails where the files for TLS cannot be used.
+    pub fn new(config: UpstreamConfig) -> Result<Self, TlsError> {
         let quiet = match config.is_streamed {
             true => config.stall_timeout,
             false => config.timeout,
         };
-        let agent = ureq::Agent::config_builder()
-            .timeout_global(Some(config.timeout))
-            .timeout_per_read(Some(quiet))
-            .timeout_connect(Some(Duration::from_secs(10)))
-            .http_status_as_error(false)
-            // A key is for one server.
-            .max_redirects(0)
-            .build();
-        Self {
-            agent: ureq::Agent::new_with_config(agent),
+        let timeout = config.timeout;
+        let make = move |credentials: &Credentials| {
+            let agent = ureq::Agent::config_builder()
+                .tls_config(tls_config(credentials)?)
+                .timeout_global(Some(timeout))
+                .timeout_per_read(Some(quiet))
+                .timeout_connect(Some(Duration::from_secs(10)))
+                .http_status_as_error(false)
+                // A key is for one server.
+                .max_redirects(0)
+                .build();
+            Ok(ureq::Agent::new_with_config(agent))
+        };
+        Ok(Self {
+            agent: Arc::new(Reloading::new(config.tls.clone(), make)?),
             slots: Arc::new(Semaphore::new(config.max_calls.min(Semaphore::MAX_PERMITS))),
             config: Arc::new(config),
-        }
+        })
     }
 
     pub(super) fn model(&self) -> Option<&str> {
@@ -186,7 +201,8 @@ impl Upstream {
             })
         })?;
         let (sender, mut receiver) = mpsc::channel(WAITING);
-        let (agent, config, call) = (self.agent.clone(), Arc::clone(&self.config), call.clone());
+        let (agent, config) = (Arc::clone(&self.agent), Arc::clone(&self.config));
+        let call = call.clone();
         // Whoever waits no longer drops the receiver, which ends this at the upstream's next word.
         tokio::task::spawn_blocking(move || {
             let exchange = Exchange {
@@ -194,7 +210,7 @@ impl Upstream {
                 call: &call,
                 sender: Some(&sender),
             };
-            let done = exchange.run(&agent).map(Box::new);
+            let done = exchange.run(&agent.current()).map(Box::new);
             let _ = sender.blocking_send(Said::Done(done));
             drop(slot);
         });
@@ -225,7 +241,7 @@ impl Upstream {
             ending,
             usage,
             ..
-        } = exchange.run(&self.agent)?.answer;
+        } = exchange.run(&self.agent.current())?.answer;
         Ok(Completion {
             message,
             ending,
@@ -242,7 +258,7 @@ impl Upstream {
     pub fn list_models(&self) -> Result<Value, ProxyError> {
         let config = &self.config;
         let url = format!("{}/models", config.url.trim_end_matches('/'));
-        let mut request = self.agent.get(url);
+        let mut request = self.agent.current().get(url);
         if let Some(key) = &config.api_key {
             request = request.header("authorization", format!("Bearer {key}"));
         }

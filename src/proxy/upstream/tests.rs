@@ -4,11 +4,17 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
+use axum::http::header;
+use axum::routing::post;
 use serde_json::json;
+use tokio::net::TcpListener;
 use tower::ServiceExt as _;
 
 use super::*;
+use crate::http::Listener;
 use crate::http::tests_support::{Script, serve, whole};
+use crate::http::tls::ServerTls;
+use crate::http::tls::tests_support::{Authority, Folder};
 use crate::proxy::{Backend, ProxyConfig, router};
 
 /// A stream of these events, a pause before each.
@@ -40,7 +46,7 @@ fn proxy(url: &str, change: impl Fn(&mut UpstreamConfig)) -> Router {
     let mut config = UpstreamConfig::new(url);
     config.timeout = Duration::from_secs(20);
     change(&mut config);
-    let backend = Backend::Upstream(Upstream::new(config));
+    let backend = Backend::Upstream(Upstream::new(config).unwrap());
     let config = ProxyConfig {
         opens_sessions: true,
         ..ProxyConfig::default()
@@ -395,4 +401,61 @@ async fn more_calls_than_are_let_in_are_told_to_come_back() {
     let (status, text) = ask(&app, "t", json!({})).await;
     assert_eq!(status, 429, "{text}");
     assert_eq!(first.await.unwrap().0, 200);
+}
+
+#[tokio::test]
+async fn an_upstream_behind_tls_is_shown_a_certificate() {
+    let (root, clients, folder) = (Authority::new(), Authority::new(), Folder::new());
+    let files = TlsFiles {
+        certificate: Some(folder.bundle("server.pem", &root.issue("127.0.0.1"))),
+        key: None,
+        ca: Some(folder.write("clients.pem", &clients.pem())),
+    };
+    let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("https://{}/v1", tcp.local_addr().unwrap());
+    let listener = Listener::new(tcp, Some(ServerTls::new(files).unwrap()));
+    let answer = completion(|_| {}).to_string();
+    let whole = async move || ([(header::CONTENT_TYPE, "application/json")], answer.clone());
+    let upstream = Router::new().route("/v1/chat/completions", post(whole));
+    let never = std::future::pending();
+    tokio::spawn(crate::http::serve(
+        listener,
+        upstream,
+        never,
+        Duration::ZERO,
+    ));
+
+    let certificate = Some(folder.bundle("proxy.pem", &clients.issue("proxy")));
+    for (certificate, status) in [(None, 502), (certificate, 200)] {
+        let tls = TlsFiles {
+            certificate,
+            ..folder.trusting(&root)
+        };
+        let app = proxy(&url, |config| config.tls = tls.clone());
+        let (answered, text) = ask(&app, "s", json!({})).await;
+        assert_eq!(answered, status, "{text}");
+        let part = match status {
+            200 => "\"yes\"",
+            _ => "CertificateRequired",
+        };
+        assert!(text.contains(part), "{text}");
+    }
+    // The roots of the web have not signed it.
+    let app = proxy(&url, |_| {});
+    let (status, text) = ask(&app, "s", json!({})).await;
+    assert!(status == 502 && text.contains("UnknownIssuer"), "{text}");
+
+    // Not at its first call.
+    let config = UpstreamConfig {
+        tls: TlsFiles {
+            ca: Some(folder.write("empty.pem", "")),
+            ..TlsFiles::default()
+        },
+        ..UpstreamConfig::new(&url)
+    };
+    let refused = Upstream::new(config).map(drop);
+    assert!(
+        matches!(refused, Err(TlsError::NoCertificate { .. })),
+        "{refused:?}"
+    );
 }
