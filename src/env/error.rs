@@ -27,4 +27,10 @@ pub enum EnvError {
         /// How the program ended.
         exit: Exit,
     },
+    /// An environment elsewhere failed, or the way there.
+    #[error(transparent)]
+    Remote {
+        /// What failed, and where.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
 }

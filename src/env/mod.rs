@@ -76,8 +76,12 @@ pub struct EpisodeStats {
 
 /// One episode of one task.
 pub trait Environment: Send {
-    /// Returns the opening messages.
-    fn reset(&mut self) -> Vec<Message>;
+    /// Begins the episode and returns the opening messages.
+    ///
+    /// # Errors
+    ///
+    /// Fails only where the environment failed: there was no policy yet.
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError>;
 
     /// Returns the tools to describe to the model.
     fn tools(&self) -> &[ToolSpec];
@@ -86,7 +90,7 @@ pub trait Environment: Send {
     ///
     /// # Errors
     ///
-    /// Fails only where the sandbox failed, never for what the policy did.
+    /// Fails only where the environment failed, never for what the policy did.
     fn step(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError>;
 
     /// Ends an episode whose tokens ran out: grades what there is. `cut_off` is the turn that they

@@ -142,7 +142,7 @@ fn call(name: &str, code: &str) -> ParsedTurn {
 #[test]
 fn only_visible_tests_reach_the_policy() {
     let (mut environment, _) = environment(3);
-    let messages = environment.reset();
+    let messages = environment.reset().unwrap();
     let text: String = messages
         .iter()
         .map(|message| message.content.as_str())
@@ -155,7 +155,7 @@ fn only_visible_tests_reach_the_policy() {
 #[test]
 fn a_draft_is_run_and_a_submission_is_graded() {
     let (mut environment, sandbox) = environment(3);
-    environment.reset();
+    environment.reset().unwrap();
     let draft = environment.step(&call("run_python", "boom")).unwrap();
     assert!(!draft.done);
     assert_eq!(draft.observation[0].role, Role::Tool);
@@ -179,7 +179,7 @@ fn a_draft_is_run_and_a_submission_is_graded() {
 fn parts_of_a_reward_add_up_by_weight() {
     for (code, reward) in [("right", 1.6), ("half", 0.35), ("wrong", 0.1)] {
         let (mut environment, _) = environment(2);
-        environment.reset();
+        environment.reset().unwrap();
         let end = environment.step(&call("submit_solution", code)).unwrap();
         assert_eq!(end.reward, Some(reward), "{code}");
     }
@@ -189,7 +189,7 @@ fn parts_of_a_reward_add_up_by_weight() {
 fn the_parts_of_a_reward_are_kept_and_say_whether_the_form_was() {
     for (mistake, format) in [(false, 1.0), (true, 0.0)] {
         let (mut environment, _) = environment(3);
-        environment.reset();
+        environment.reset().unwrap();
         if mistake {
             environment.step(&call("rm_rf", "x")).unwrap();
         }
@@ -204,7 +204,7 @@ fn the_parts_of_a_reward_are_kept_and_say_whether_the_form_was() {
         assert_eq!(parts, expected.map(|(name, part)| (name.to_owned(), part)));
     }
     let (mut environment, _) = environment(1);
-    environment.reset();
+    environment.reset().unwrap();
     let end = environment.step(&call("run_python", "x")).unwrap();
     assert_eq!(end.rewards["format"], 0.0);
 }
@@ -220,7 +220,7 @@ fn a_task_may_say_what_a_submission_earns() {
         ..Task::default()
     };
     let (mut environment, _) = environment_of(task, 1);
-    environment.reset();
+    environment.reset().unwrap();
     let end = environment.step(&call("submit_solution", "right")).unwrap();
     assert_eq!(end.reward, Some(3.0));
 }
@@ -233,7 +233,7 @@ fn a_task_that_asks_for_a_text_takes_the_turn_or_the_answer() {
         ..Task::default()
     };
     let (mut environment, sandbox) = environment_of(task.clone(), 3);
-    let opening = environment.reset();
+    let opening = environment.reset().unwrap();
     assert!(opening[1].content.contains("`####`"), "{opening:?}");
     let wrong_tool = environment.step(&call("submit_solution", "right")).unwrap();
     assert!(
@@ -251,7 +251,7 @@ fn a_task_that_asks_for_a_text_takes_the_turn_or_the_answer() {
     let end = environment.step(&answer).unwrap();
     assert_eq!((end.done, end.status), (true, Some(EpisodeStatus::Passed)));
     let (mut environment, _) = environment_of(task, 3);
-    environment.reset();
+    environment.reset().unwrap();
     let end = environment.step(&parse_turn("It is right.")).unwrap();
     assert_eq!((end.done, end.status), (true, Some(EpisodeStatus::Passed)));
     assert!(sandbox.programs.lock().unwrap().is_empty());
@@ -260,7 +260,7 @@ fn a_task_that_asks_for_a_text_takes_the_turn_or_the_answer() {
 #[test]
 fn mistakes_in_calls_come_back_as_tool_messages() {
     let (mut environment, _) = environment(9);
-    environment.reset();
+    environment.reset().unwrap();
     for (turn, expected) in [
         (call("rm_rf", "x"), "there is no tool `rm_rf`"),
         (
@@ -286,7 +286,7 @@ fn mistakes_in_calls_come_back_as_tool_messages() {
 #[test]
 fn turns_that_run_out_are_no_submission() {
     let (mut environment, _) = environment(2);
-    environment.reset();
+    environment.reset().unwrap();
     assert!(!environment.step(&call("run_python", "right")).unwrap().done);
     let end = environment.step(&call("run_python", "right")).unwrap();
     assert!(end.done);
@@ -299,7 +299,7 @@ fn turns_that_run_out_are_no_submission() {
 #[test]
 fn a_grader_that_fails_leaves_no_reward() {
     let (mut environment, _) = environment(2);
-    environment.reset();
+    environment.reset().unwrap();
     let end = environment.step(&call("submit_solution", "infra")).unwrap();
     assert_eq!(
         (end.reward, end.status),
@@ -310,7 +310,7 @@ fn a_grader_that_fails_leaves_no_reward() {
 #[test]
 fn a_model_without_tools_answers_in_code_blocks() {
     let (mut environment, sandbox) = environment(3);
-    environment.reset();
+    environment.reset().unwrap();
     let hint = environment.step(&parse_turn("I think so.")).unwrap();
     assert_eq!(hint.observation[0].role, Role::User);
     let feedback = environment
@@ -329,7 +329,7 @@ fn a_model_without_tools_answers_in_code_blocks() {
 #[test]
 fn an_answer_in_text_that_is_cut_off_counts_as_given() {
     let (mut environment, _) = environment(5);
-    environment.reset();
+    environment.reset().unwrap();
     assert!(
         !environment
             .step(&parse_turn("```\nboom right\n```"))
@@ -343,7 +343,7 @@ fn an_answer_in_text_that_is_cut_off_counts_as_given() {
 #[test]
 fn a_whole_code_block_in_a_turn_that_is_cut_off_is_an_answer() {
     let (mut environment, _) = environment(5);
-    environment.reset();
+    environment.reset().unwrap();
     let cut_off = parse_turn("```python\nright\n```\nThis code uses the");
     let end = environment.close(Some(&cut_off));
     assert_eq!((end.reward, end.done), (Some(1.6), true));

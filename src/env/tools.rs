@@ -333,7 +333,7 @@ fn argument<'a>(call: &'a ToolCall, name: &str) -> Result<&'a str, String> {
 }
 
 impl Environment for ToolEnvironment {
-    fn reset(&mut self) -> Vec<Message> {
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
         self.turns = 0;
         self.answer = None;
         self.is_well_formed = true;
@@ -343,7 +343,7 @@ impl Environment for ToolEnvironment {
             messages.push(Message::system(prompt.clone()));
         }
         messages.push(Message::user(self.task.instruction()));
-        messages
+        Ok(messages)
     }
 
     fn tools(&self) -> &[ToolSpec] {

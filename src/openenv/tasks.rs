@@ -397,7 +397,7 @@ impl Episode for TaskEpisode {
             Arc::clone(&parts.config),
             seed,
         );
-        let messages = environment.reset();
+        let messages = environment.reset()?;
         let instruction: Vec<_> = messages
             .iter()
             .map(|message| message.content.as_str())

@@ -51,16 +51,16 @@ impl std::fmt::Debug for Episode {
 }
 
 impl Episode {
-    /// Resets the environment and returns the episode before its first turn.
+    /// Resets the environment and returns the episode before its first turn. Where the environment cannot
+    /// be reset, the episode [has failed](Self::has_failed) before it began.
     pub fn start(
-        mut environment: Box<dyn Environment>,
+        environment: Box<dyn Environment>,
         task_id: &str,
         group: u64,
         sample: u32,
         policy_step: u64,
     ) -> Self {
-        let messages = environment.reset();
-        Self {
+        let mut episode = Self {
             environment,
             trajectory: Trajectory {
                 task_id: task_id.to_owned(),
@@ -68,7 +68,7 @@ impl Episode {
                 sample,
                 policy_step,
                 segments: Vec::new(),
-                messages,
+                messages: Vec::new(),
                 turns: Vec::new(),
                 trace: TokenTrace::new(),
                 reward: None,
@@ -77,7 +77,21 @@ impl Episode {
                 status: Status::Finished,
                 usage: Usage::default(),
             },
-        }
+        };
+        episode.guard(|episode| {
+            match episode.environment.reset() {
+                Ok(messages) => episode.trajectory.messages = messages,
+                Err(error) => episode.fail(&error),
+            }
+            None
+        });
+        episode
+    }
+
+    /// Returns whether the episode has failed, by no fault of the policy: there is nothing to go on with.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        matches!(self.trajectory.status, Status::Failed { .. })
     }
 
     pub(super) fn task_id(&self) -> &str {
@@ -152,7 +166,7 @@ impl Episode {
         let differs = || RolloutError::Replay {
             task: trajectory.task_id.clone(),
         };
-        let mut said = self.environment.reset();
+        let mut said = self.environment.reset().map_err(|_| differs())?;
         let mut place = 0;
         for turn in &trajectory.turns {
             if trajectory.messages.get(place..turn.message) != Some(&said[..]) {
@@ -351,8 +365,8 @@ mod tests {
     struct Echo;
 
     impl Environment for Echo {
-        fn reset(&mut self) -> Vec<Message> {
-            vec![Message::user("say it")]
+        fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+            Ok(vec![Message::user("say it")])
         }
 
         fn tools(&self) -> &[ToolSpec] {
@@ -376,6 +390,36 @@ mod tests {
 
         fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
             unreachable!("no turn of these tests is cut off")
+        }
+
+        fn stats(&self) -> EpisodeStats {
+            EpisodeStats::default()
+        }
+    }
+
+    /// Cannot be reset.
+    struct Broken {
+        panics: bool,
+    }
+
+    impl Environment for Broken {
+        fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+            assert!(!self.panics, "as it is told to");
+            Err(EnvError::Remote {
+                source: "it is not there".into(),
+            })
+        }
+
+        fn tools(&self) -> &[ToolSpec] {
+            &[]
+        }
+
+        fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+            unreachable!("it was not reset")
+        }
+
+        fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+            unreachable!("it was not reset")
         }
 
         fn stats(&self) -> EpisodeStats {
@@ -410,6 +454,26 @@ mod tests {
         assert_eq!(trace.loss_mask(), [1, 1, 0, 0, 1]);
         assert_eq!(trace.logprobs(), [-0.5, -0.5, 0.0, 0.0, -0.5]);
         assert_eq!(episode.into_trajectory().turns[0].tokens, 0..5);
+    }
+
+    #[test]
+    fn an_episode_that_cannot_begin_has_failed_and_says_why() {
+        let started = |environment: Box<dyn Environment>| {
+            let episode = Episode::start(environment, "task", 0, 0, 0);
+            assert!(episode.has_failed());
+            let trajectory = episode.into_trajectory();
+            assert_eq!((trajectory.reward, trajectory.passed), (None, None));
+            assert!(!trajectory.is_trainable());
+            let Status::Failed { reason } = trajectory.status else {
+                unreachable!("it has failed");
+            };
+            reason
+        };
+        let gone = started(Box::new(Broken { panics: false }));
+        assert_eq!(gone, "it is not there");
+        let panicked = started(Box::new(Broken { panics: true }));
+        assert_eq!(panicked, "the environment panicked");
+        assert!(!Episode::start(Box::new(Echo), "task", 0, 0, 0).has_failed());
     }
 
     #[test]

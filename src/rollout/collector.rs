@@ -144,6 +144,16 @@ impl Running {
     }
 }
 
+/// What the episodes of a group have in common as they start.
+#[derive(Debug, Clone, Copy)]
+struct Started {
+    group: usize,
+    /// Tokens of a turn at the most.
+    max_new_tokens: usize,
+    /// Tokens that each may sample before it is paused.
+    left: usize,
+}
+
 /// What is collected.
 #[derive(Debug, Default)]
 struct Collection {
@@ -490,7 +500,7 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// Prefills a group's prompt once and starts its episodes.
+    /// Resets a group's environments and starts its episodes; one whose environment fails has failed.
     fn start_group(
         &mut self,
         request: GroupRequest,
@@ -526,27 +536,64 @@ impl<'a> Collector<'a> {
                 )
             })
             .collect();
+        let (failed, mut waiting): (Vec<_>, Vec<_>) =
+            episodes.into_iter().partition(Episode::has_failed);
+        all.done += failed.len();
+        let failed = failed.into_iter().map(Episode::into_trajectory);
+        all.groups[group].done.extend(failed);
+        let task_seed = origin.task_seed(seed.run, seed.purpose, &request.task_id);
+        let started = Started {
+            group,
+            max_new_tokens,
+            left,
+        };
+        // Their environments say the same as a rule; what one says for itself has a prompt of its own.
+        while let Some(first) = waiting.first() {
+            let opening = first.messages().to_vec();
+            let (alike, others) = waiting
+                .into_iter()
+                .partition(|episode| episode.messages() == opening);
+            waiting = others;
+            self.start_alike(alike, started, seed.run, task_seed, all)?;
+        }
+        Ok(())
+    }
+
+    /// Prefills the prompt of some of a group's episodes once, and starts them.
+    fn start_alike(
+        &mut self,
+        episodes: Vec<Episode>,
+        started: Started,
+        run_seed: u64,
+        task_seed: u64,
+        all: &mut Collection,
+    ) -> Result<(), RolloutError> {
         let Some(first) = episodes.first() else {
             return Ok(());
         };
+        let Started {
+            group,
+            max_new_tokens,
+            left,
+        } = started;
         let chat = self
             .template
             .render(first.messages(), self.tools(first), &self.config.render)
             .map_err(|source| RolloutError::Chat {
-                task: request.task_id.clone(),
+                task: first.task_id().to_owned(),
                 source,
             })?;
         let prompt = self.tokenizer.encode_chat(&chat.text, &chat.literal)?;
         if prompt.len() + 1 >= self.config.max_context {
             return Err(RolloutError::PromptTooLong {
-                task: request.task_id,
+                task: first.task_id().to_owned(),
                 tokens: prompt.len(),
                 limit: self.config.max_context,
             });
         }
-        let task_seed = origin.task_seed(seed.run, seed.purpose, &request.task_id);
-        let seeds: Vec<SequenceSeed> = (0..episodes.len())
-            .map(|i| SequenceSeed::new(seed.run, task_seed, i as u64))
+        let seeds: Vec<SequenceSeed> = (episodes.iter())
+            .map(|episode| u64::from(episode.trajectory().sample))
+            .map(|sample| SequenceSeed::new(run_seed, task_seed, sample))
             .collect();
         let sampling = self.sampling(max_new_tokens.min(left));
         let ids = self.engine.add_group(&prompt, &sampling, &seeds)?;

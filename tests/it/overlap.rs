@@ -192,8 +192,9 @@ impl Answers {
 }
 
 impl Environment for Answers {
-    fn reset(&mut self) -> Vec<Message> {
-        vec![Message::user("Write a function f(x) that takes x, adds 2.")]
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        let task = "Write a function f(x) that takes x, adds 2.";
+        Ok(vec![Message::user(task)])
     }
 
     fn tools(&self) -> &[ToolSpec] {

@@ -19,7 +19,7 @@ pub(super) struct TurnSampling {
 
 /// How an episode ended.
 pub(super) enum Ended {
-    /// It has a score, or the grader failed.
+    /// It has a score, or the environment or the grader failed.
     Done(EpisodeRecord),
     /// The endpoint failed it.
     Failed(EpisodeRecord, ProxyError),
@@ -31,6 +31,10 @@ pub(super) enum Ended {
 pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampling) -> Ended {
     let config = asker.config;
     let mut usage = EndpointUsage::default();
+    if episode.has_failed() {
+        let trajectory = episode.into_trajectory();
+        return Ended::Done(EpisodeRecord { trajectory, usage });
+    }
     let mut conversation: Vec<Value> = episode.messages().iter().map(spoken).collect();
     let tools: Vec<ToolSpec> = match config.use_tools {
         true => episode.environment().tools().to_vec(),

@@ -35,8 +35,11 @@ fn ended(status: EpisodeStatus) -> StepResult {
 }
 
 impl Environment for Door {
-    fn reset(&mut self) -> Vec<Message> {
-        vec![Message::system("Be brief."), Message::user("Open it.")]
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        Ok(vec![
+            Message::system("Be brief."),
+            Message::user("Open it."),
+        ])
     }
 
     fn tools(&self) -> &[ToolSpec] {

@@ -163,6 +163,9 @@ impl<'a> AgentCollector<'a> {
         } = request;
         let group = group as u64;
         let mut episode = Episode::start(environment, &task_id, group, sample, seed.step);
+        if episode.has_failed() {
+            return vec![episode.into_trajectory()];
+        }
         // Nobody can guess it, so no agent speaks for another.
         let key = http::uuid4();
         let session = TrainingSession {
