@@ -11,7 +11,7 @@ use super::generation::{self, EngineCall};
 use super::session::{Purpose, Session};
 use super::upstream::{Upstream, UpstreamCall};
 use crate::engine::EngineHandle;
-use crate::openai::{ChatRequest, Delta, Fields, ServedModel};
+use crate::openai::{ApiError, ChatRequest, Delta, Fields, ServedModel};
 
 /// Who answers the calls.
 #[derive(Debug)]
@@ -200,31 +200,117 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
     }
     body.extend(options.sampling.clone());
     if options.purpose == Purpose::Train {
-        let is_free = |choice: &Value| choice.as_str().is_some_and(|choice| choice != "required");
-        let is_text = |format: &Value| format["type"] == "text";
-        let given = |name: &str| body.get(name).filter(|value| !value.is_null());
-        let forced = [
-            ("logit_bias", distorts(body) == Some("logit_bias")),
-            (
-                "tool_choice",
-                given("tool_choice").is_some_and(|choice| !is_free(choice)),
-            ),
-            (
-                "response_format",
-                given("response_format").is_some_and(|format| !is_text(format)),
-            ),
-        ];
-        for (name, is_forced) in forced {
-            if is_forced {
-                let message = format!(
-                    "`{name}` makes tokens that the model did not choose freely, \
-                     and this session is for training"
-                );
-                return Err(ProxyError::invalid(name, message));
-            }
+        let biased = distorts(body).filter(|name| *name == "logit_bias");
+        if let Some(name) = biased.or(forces(body)) {
+            return Err(not_free(name, Some(name)));
+        }
+    }
+    if let Some(limit) = options.max_new_tokens {
+        keep_below(body, limit);
+    }
+    if let Some(thinks) = options.enable_thinking {
+        let arguments = body.entry("chat_template_kwargs");
+        if let Some(arguments) = arguments.or_insert_with(|| json!({})).as_object_mut() {
+            arguments.entry("enable_thinking").or_insert(thinks.into());
         }
     }
     Ok(())
+}
+
+fn not_free(name: &str, param: Option<&'static str>) -> ProxyError {
+    let message = format!(
+        "`{name}` makes tokens that the model did not choose freely, and this session is for training"
+    );
+    ProxyError::Request(ApiError::Invalid {
+        message,
+        param,
+        code: None,
+    })
+}
+
+/// Returns the field that leaves the model no free choice of tokens, if one does.
+fn forces(body: &Map<String, Value>) -> Option<&'static str> {
+    let given = |name: &str| body.get(name).filter(|value| !value.is_null());
+    let is_free = |choice: &Value| choice.as_str().is_some_and(|choice| choice != "required");
+    if given("tool_choice").is_some_and(|choice| !is_free(choice)) {
+        return Some("tool_choice");
+    }
+    given("response_format")
+        .is_some_and(|format| format["type"] != "text")
+        .then_some("response_format")
+}
+
+/// Lets an answer have no more than `limit` tokens.
+fn keep_below(body: &mut Map<String, Value>, limit: usize) {
+    let mut is_given = false;
+    for name in ["max_tokens", "max_completion_tokens"] {
+        if let Some(asked) = body.get_mut(name).filter(|asked| !asked.is_null()) {
+            is_given = true;
+            if asked.as_f64().is_some_and(|asked| asked > limit as f64) {
+                *asked = limit.into();
+            }
+        }
+    }
+    if !is_given {
+        body.insert("max_tokens".to_owned(), limit.into());
+    }
+}
+
+/// Fields of a request to another server that leave what it samples to the model. Of any other, such as
+/// those by which vLLM guides what is generated, nobody here knows.
+const FREE: [&str; 46] = [
+    "add_generation_prompt",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "frequency_penalty",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "metadata",
+    "min_p",
+    "min_tokens",
+    "model",
+    "n",
+    "parallel_tool_calls",
+    "presence_penalty",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "repetition_penalty",
+    "request_id",
+    "response_format",
+    "return_token_ids",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+];
+
+/// Returns a field whose effect on what is sampled is not known, if there is one.
+fn unknown(body: &Map<String, Value>) -> Option<&str> {
+    let mut given = body.iter().filter(|(_, value)| !value.is_null());
+    given.find_map(|(name, _)| (!FREE.contains(&name.as_str())).then_some(name.as_str()))
 }
 
 /// Tells more of an answer to whoever waits for it.
@@ -238,7 +324,7 @@ pub(super) async fn tell(told: &Told, delta: Delta) -> Result<(), Ended> {
 fn prepare_forward(
     upstream: &Upstream,
     session: &Session,
-    body: Map<String, Value>,
+    mut body: Map<String, Value>,
 ) -> Result<Prepared, ProxyError> {
     let Some(Value::Array(messages)) = body.get("messages").cloned() else {
         return Err(ProxyError::invalid("messages", "`messages` must be a list"));
@@ -251,10 +337,20 @@ fn prepare_forward(
         _ => Vec::new(),
     };
     let setting = json!([tools, body.get("chat_template_kwargs")]);
-    let why_context = match session.options.purpose {
-        Purpose::Eval => Some("the session is for evaluation".to_owned()),
+    let forced = forces(&body);
+    let constrained = forced.or_else(|| unknown(&body));
+    let why_context = match (session.options.purpose, constrained) {
+        (Purpose::Eval, _) => Some("the session is for evaluation".to_owned()),
+        (Purpose::Train, Some(name)) => return Err(not_free(name, forced)),
+        (_, Some(name)) => Some(format!("`{name}` may not leave the model a free choice")),
         _ => distorts(&body).map(|name| format!("`{name}` draws from another distribution")),
     };
+    if why_context.is_none() && upstream.asks_for_ids() {
+        // Left out, the server may put in what it has for the model, which is no longer the model's own.
+        for (name, neutral) in NEUTRAL {
+            body.entry(name).or_insert(neutral.into());
+        }
+    }
     let sampling = sampling_of(&body);
     Ok(Prepared {
         work: Work::Forward(Box::new(upstream.call(body, why_context.is_none()))),

@@ -22,6 +22,10 @@ pub struct Capture {
 pub struct TrainingSession {
     /// The temperature of all calls, whatever the agent asks for.
     pub temperature: f64,
+    /// Tokens of an answer at the most, and where the agent says nothing of it.
+    pub max_new_tokens: usize,
+    /// Whether the model thinks where the agent does not say.
+    pub enable_thinking: bool,
     /// Calls; the next one is answered with a stop. 0 is no limit.
     pub max_model_calls: u64,
     /// What the random numbers of the calls are made of.
@@ -53,6 +57,8 @@ impl Capture {
         let options = SessionOptions {
             purpose: Purpose::Train,
             sampling,
+            max_new_tokens: Some(session.max_new_tokens),
+            enable_thinking: Some(session.enable_thinking),
             max_model_calls: session.max_model_calls,
             seed: Some(session.seed),
             ..SessionOptions::default()

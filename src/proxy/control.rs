@@ -133,7 +133,7 @@ fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, P
         sampling,
         max_model_calls,
         metadata,
-        seed: None,
+        ..SessionOptions::default()
     })
 }
 

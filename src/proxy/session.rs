@@ -52,6 +52,10 @@ pub(super) struct SessionOptions {
     pub(super) purpose: Purpose,
     /// Sampling parameters that stand for those of every request.
     pub(super) sampling: Map<String, Value>,
+    /// Tokens of an answer at the most, and where a request says nothing of it.
+    pub(super) max_new_tokens: Option<usize>,
+    /// Whether the model thinks where a request does not say.
+    pub(super) enable_thinking: Option<bool>,
     /// Calls of an attempt; the next one is answered with a stop. 0 is no limit.
     pub(super) max_model_calls: u64,
     /// What the random numbers of its calls are made of; without it no two sessions have the same.

@@ -40,6 +40,8 @@ impl AgentPlay<'_> {
             timeout: self.agent.timeout,
             max_model_calls: self.agent.max_model_calls,
             temperature: self.temperature,
+            max_new_tokens: self.config.rollout.max_new_tokens,
+            enable_thinking: self.config.rollout.enable_thinking,
         };
         let mut engine = new_engine(self.config, self.policy)?;
         engine.set_tokenizer(self.policy.tokenizer.clone());

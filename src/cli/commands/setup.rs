@@ -1,6 +1,6 @@
 //! What `train`, `sft` and `eval` begin with: a configuration and what it names.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -157,7 +157,11 @@ fn name_from_anywhere(config: &mut RunConfig) {
     let command = config.rollout.agent.iter_mut();
     let command = command.flat_map(|agent| &mut agent.command).enumerate();
     let arguments = command
-        .filter(|(place, argument)| *place > 0 || argument.contains('/'))
+        .filter(|(place, argument)| match argument.contains('/') {
+            true => true,
+            // A word, such as the name of a module, is no folder that happens to be here.
+            false => *place > 0 && Path::new(argument).is_file(),
+        })
         .map(|(_, argument)| argument);
     for path in paths.chain(arguments).filter(|path| !path.is_empty()) {
         let absolute = std::path::absolute(&*path)

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use rustls::ServerConfig;
-use rustls::server::{NoClientAuth, WebPkiClientVerifier};
+use rustls::server::{NoClientAuth, NoServerSessionStorage, WebPkiClientVerifier};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -62,6 +62,11 @@ fn server_config(credentials: &Credentials) -> Result<ServerConfig, TlsError> {
         .with_client_cert_verifier(verifier)
         .with_single_cert(identity.chain.clone(), identity.key.clone_key())
         .map_err(TlsError::Identity)?;
+    if credentials.roots.is_some() {
+        // A session that is resumed is not asked for its certificate, which may have expired.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+    }
     config.alpn_protocols = vec![HTTP.to_vec()];
     Ok(config)
 }

@@ -166,6 +166,10 @@ impl Upstream {
         })
     }
 
+    pub(super) fn asks_for_ids(&self) -> bool {
+        self.config.asks_for_ids
+    }
+
     pub(super) fn model(&self) -> Option<&str> {
         self.config.model.as_deref()
     }

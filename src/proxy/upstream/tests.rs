@@ -88,11 +88,17 @@ async fn ids_are_asked_for_and_taken_as_they_are_told() {
         assert_eq!(asked["return_token_ids"], true);
         assert_eq!(asked["logprobs"], true);
         assert_eq!(asked["model"], "real");
-        assert_eq!(asked["guided_regex"], "x+", "what is not ours is passed on");
+        assert_eq!(
+            asked["metadata"]["run"], "7",
+            "what is not ours is passed on"
+        );
+        // The model's own distribution, whatever the server has for it.
+        assert_eq!(asked["top_k"], -1);
+        assert_eq!(asked["top_p"], 1);
         whole("200 OK", &completion(|_| {}).to_string())
     });
     let app = proxy(&url, |config| config.model = Some("real".to_owned()));
-    let (status, text) = ask(&app, "s", json!({"guided_regex": "x+"})).await;
+    let (status, text) = ask(&app, "s", json!({"metadata": {"run": "7"}})).await;
     assert_eq!(status, 200, "{text}");
     let answer: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(answer["choices"][0]["message"]["content"], "yes");
@@ -108,6 +114,29 @@ async fn ids_are_asked_for_and_taken_as_they_are_told() {
     assert_eq!(row["loss_mask"], json!([0, 0, 0, 1, 1]));
     assert_eq!(row["logprobs"], json!([0.0, 0.0, 0.0, -0.5, -0.25]));
     assert_eq!(document["trainable"], true);
+}
+
+#[rstest::rstest]
+#[case::a_regular_expression(json!({"guided_regex": "x+"}))]
+#[case::a_schema(json!({"response_format": {"type": "json_object"}}))]
+#[case::a_call(json!({"tool_choice": "required"}))]
+#[case::forbidden_tokens(json!({"bad_words": ["no"]}))]
+#[case::a_narrower_distribution(json!({"top_k": 20}))]
+#[tokio::test]
+async fn what_the_model_did_not_choose_freely_is_context(#[case] field: Value) {
+    let expected = field.clone();
+    let url = serve(move |asked| {
+        for (name, value) in expected.as_object().unwrap() {
+            assert_eq!(&asked[name], value, "it is passed on");
+        }
+        whole("200 OK", &completion(|_| {}).to_string())
+    });
+    let app = proxy(&url, |_| {});
+    let (status, text) = ask(&app, "s", field).await;
+    assert_eq!(status, 200, "{text}");
+    let document = document(&app, "s").await;
+    let row = &document["sequences"][0];
+    assert_eq!(row["loss_mask"], json!([0, 0, 0, 0, 0]));
 }
 
 fn chunk(delta: &Value, more: &Value) -> String {

@@ -2,6 +2,7 @@
 //! front of the engine, and what it leaves as its answer is graded. What the model sampled for it is
 //! captured there, and is learned from.
 
+mod folder;
 mod program;
 
 #[cfg(test)]
@@ -20,6 +21,7 @@ use fs_err as fs;
 use serde_json::json;
 use tokio::sync::oneshot;
 
+use self::folder::EpisodeFolder;
 use self::program::{Ended, Program};
 use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
@@ -39,6 +41,8 @@ pub use self::program::Isolation;
 
 /// Where an agent leaves its answer, in its folder.
 const ANSWER: &str = "answer";
+/// The longest text that Linux takes in a variable.
+const MAX_VARIABLE: usize = 100 << 10;
 /// The largest answer that is read.
 const MAX_ANSWER: u64 = 4 << 20;
 /// How long the proxy's answers may take once all agents have ended.
@@ -63,6 +67,10 @@ pub struct AgentConfig {
     pub max_model_calls: u64,
     /// The temperature of all calls.
     pub temperature: f64,
+    /// Tokens of an answer at the most, and where the agent says nothing of it.
+    pub max_new_tokens: usize,
+    /// Whether the model thinks where the agent does not say.
+    pub enable_thinking: bool,
 }
 
 /// Runs the episodes of agents.
@@ -170,6 +178,8 @@ impl<'a> AgentCollector<'a> {
         let key = http::uuid4();
         let session = TrainingSession {
             temperature: self.config.temperature,
+            max_new_tokens: self.config.max_new_tokens,
+            enable_thinking: self.config.enable_thinking,
             max_model_calls: self.config.max_model_calls,
             seed: session_seed,
         };
@@ -199,7 +209,7 @@ impl<'a> AgentCollector<'a> {
         task_id: &str,
         messages: &[Message],
     ) -> std::io::Result<(Ended, Option<String>)> {
-        let folder = tempfile::tempdir()?;
+        let folder = EpisodeFolder::new()?;
         let instruction = messages
             .iter()
             .filter(|message| message.role == Role::User)
@@ -231,11 +241,13 @@ impl<'a> AgentCollector<'a> {
                 ("ANTHROPIC_API_KEY", key.to_owned()),
                 ("WARDIAN_MODEL", self.model.name.clone()),
                 ("WARDIAN_TASK", seen("task.json")),
-                ("WARDIAN_INSTRUCTION", instruction),
                 ("WARDIAN_ANSWER", seen(ANSWER)),
             ]
             .map(|(name, value)| (name.to_owned(), value)),
         );
+        if instruction.len() <= MAX_VARIABLE {
+            variables.insert("WARDIAN_INSTRUCTION".to_owned(), instruction);
+        }
         let ended = program.run(&variables, self.stop)?;
         tracing::debug!(
             task = task_id,
@@ -300,7 +312,23 @@ fn read_answer(path: &Path) -> std::io::Result<Option<String>> {
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
-    let Ok(file) = file else { return Ok(None) };
+    let file = match file {
+        Ok(file) => file,
+        Err(error) => {
+            // What the agent can bring about by what it leaves there; anything else is the machine's.
+            let by_agent = [
+                libc::ENOENT,
+                libc::ENOTDIR,
+                libc::ELOOP,
+                libc::EACCES,
+                libc::ENXIO,
+            ];
+            return match error.raw_os_error() {
+                Some(code) if by_agent.contains(&code) => Ok(None),
+                _ => Err(error),
+            };
+        }
+    };
     if !file.metadata()?.is_file() {
         return Ok(None);
     }

@@ -142,6 +142,10 @@ impl Program<'_> {
             "--new-session",
             "--unshare-all",
             "--share-net",
+            // To one who starts it as root it leaves all rights, with which what is shown to be read could
+            // be mounted to be written.
+            "--cap-drop",
+            "ALL",
             "--proc",
             "/proc",
             "--dev",
@@ -151,11 +155,11 @@ impl Program<'_> {
         ]
         .map(OsString::from)
         .to_vec();
-        let mut show = |path: &Path| {
-            arguments.extend(["--ro-bind-try".into(), path.into(), path.into()]);
+        let mut show = |flag: &str, path: &Path| {
+            arguments.extend([flag.into(), path.into(), path.into()]);
         };
         for path in ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt"] {
-            show(Path::new(path));
+            show("--ro-bind-try", Path::new(path));
         }
         // Of the settings what programs need to find names, hosts and certificates.
         for name in [
@@ -167,18 +171,21 @@ impl Program<'_> {
             "localtime",
             "nsswitch.conf",
             "passwd",
-            "pki",
+            "pki/ca-trust",
+            "pki/tls/certs",
             "resolv.conf",
-            "ssl",
+            "ssl/cert.pem",
+            "ssl/certs",
+            "ssl/openssl.cnf",
         ] {
-            show(&Path::new("/etc").join(name));
+            show("--ro-bind-try", &Path::new("/etc").join(name));
         }
         let files = self.command.iter().map(Path::new);
         for path in files.filter(|path| path.is_absolute() && path.is_file()) {
-            show(path);
+            show("--ro-bind", path);
         }
         for path in self.mounts {
-            show(path);
+            show("--ro-bind", path);
         }
         arguments.extend(["--bind".into(), self.folder.into(), SANDBOX_FOLDER.into()]);
         arguments.extend(["--chdir", SANDBOX_FOLDER, "--"].map(OsString::from));

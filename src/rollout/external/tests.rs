@@ -108,6 +108,8 @@ fn config(program: &str) -> AgentConfig {
         timeout: Duration::from_secs(1),
         max_model_calls: 0,
         temperature: 1.0,
+        max_new_tokens: 64,
+        enable_thinking: false,
     }
 }
 
@@ -146,7 +148,11 @@ fn a_sandbox_hides_the_rest_of_the_machine() {
     let other = std::process::id();
     let script = format!(
         "pwd; cat {} 2>/dev/null; cat {}/Cargo.toml 2>/dev/null; ls /proc | grep -x {other}; \
-         touch /usr/mark 2>/dev/null && echo wrote; echo in > answer; echo done",
+         touch /usr/mark 2>/dev/null && echo wrote; \
+         mount -o remount,bind,rw /usr 2>/dev/null && echo mounted; \
+         unshare -Urm true 2>/dev/null && echo unshared; \
+         ls /etc/ssl/private >/dev/null 2>&1 && echo keys; \
+         grep -q '^CapEff:.0*$' /proc/self/status || echo rights; echo in > answer; echo done",
         secret.path().display(),
         env!("CARGO_MANIFEST_DIR"),
     );
