@@ -104,6 +104,14 @@ pub(super) struct ModelArgs {
 
 /// Refuses a folder that holds something: nothing is overwritten.
 pub(super) fn require_empty_folder(folder: &Path) -> Result<(), Failure> {
+    if folder.exists() && !folder.is_dir() {
+        let message = format!("`{}` is no folder; choose another name", folder.display());
+        return Err(Failure::usage(anyhow::anyhow!(message)));
+    }
+    // Now rather than when there is something to lose.
+    if let Some(parent) = folder.parent() {
+        fs_err::create_dir_all(parent).map_err(Failure::usage)?;
+    }
     let is_empty = !folder.is_dir()
         || (fs_err::read_dir(folder).map_err(Failure::usage)?)
             .next()

@@ -176,7 +176,7 @@ impl RunConfig {
             (least..=MAX_COUNT).contains(&rollout.group_size),
             "rollout.group_size",
             rollout.group_size,
-            "make it at least 2: a sample is judged against its group",
+            "make it from 2 to 1000000: a sample is judged against its group",
         );
         for (key, value) in [
             ("rollout.groups_per_step", rollout.groups_per_step),
@@ -251,10 +251,10 @@ impl RunConfig {
             }
         }
         issues.require(
-            rollout.temperature > 0.0 && rollout.temperature <= 10.0,
+            (0.001..=10.0).contains(&rollout.temperature),
             "rollout.temperature",
             rollout.temperature,
-            "make it above 0 and at most 10: samples that are all alike teach nothing",
+            "make it from 0.001 to 10: samples that are all alike teach nothing",
         );
         issues.require_tool_output("rollout.tool_output", Some(rollout.tool_output));
         if let Some(agent) = &rollout.agent {
@@ -642,10 +642,10 @@ impl RunConfig {
             "make it from 1 to 10000",
         );
         issues.require(
-            eval.temperature >= 0.0 && eval.temperature <= 10.0,
+            eval.temperature == 0.0 || (0.001..=10.0).contains(&eval.temperature),
             "eval.temperature",
             eval.temperature,
-            "make it from 0 to 10",
+            "make it 0, or from 0.001 to 10",
         );
         issues.require(
             eval.samples <= 1 || eval.temperature > 0.0,

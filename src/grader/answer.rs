@@ -95,9 +95,8 @@ impl Grader for NumericGrader {
             return Verdict::invalid(1, "the answer has no number", GradeUsage::default());
         };
         judge(request, got.text, |expected| {
-            let expected = numbers(marked(expected).unwrap_or(expected)).next()?;
-            // Beyond what a double holds, every number would be close.
-            (expected.value.is_finite()).then(|| expected.equals(&got, options.tolerance))
+            let expected = expected_number(expected)?;
+            Some(expected.equals(&got, options.tolerance))
         })
     }
 }
@@ -201,6 +200,19 @@ impl Number<'_> {
             .filter(|_| zeros <= MAX_DIGITS)?;
         Some(significant.to_owned() + &"0".repeat(zeros))
     }
+}
+
+/// Returns whether [`NumericGrader`] can compare with an expected answer.
+#[must_use]
+pub fn is_number(expected: &str) -> bool {
+    expected_number(expected).is_some()
+}
+
+/// Returns the number that an expected answer is; none beyond what a double holds, which every number would
+/// be close to.
+fn expected_number(expected: &str) -> Option<Number<'_>> {
+    let number = numbers(marked(expected).unwrap_or(expected)).next();
+    number.filter(|number| number.value.is_finite())
 }
 
 /// Returns the numbers in a text.

@@ -31,7 +31,7 @@ mod stdio;
 mod unit_test;
 mod verdict;
 
-pub use answer::{ExactMatchGrader, NumericGrader};
+pub use answer::{ExactMatchGrader, NumericGrader, is_number};
 #[cfg(any(fuzzing, test))]
 pub use codec::fuzz_value;
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};

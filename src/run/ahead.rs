@@ -25,8 +25,6 @@ pub(super) struct Ahead {
     pub(super) episodes: StepEpisodes,
     /// How far tasks were drawn before them, for a run that is to sample the step again.
     pub(super) before: DrawState,
-    /// The groups that waited before them.
-    pub(super) paused_before: Vec<PausedRecord>,
 }
 
 /// Episodes as a checkpoint has them.

@@ -198,6 +198,48 @@ pub enum RunError {
         /// The run's own.
         expected: u64,
     },
+    /// Another process writes the run folder.
+    #[error(
+        "`{path}` is being written by another process; wait until it is done, or choose another folder"
+    )]
+    FolderLocked {
+        /// The run folder.
+        path: PathBuf,
+    },
+    /// A checkpoint is damaged, or of a run that trains something else.
+    #[error(
+        "the run cannot go on from `{path}`; leave its model and what is trained of it as they were, or \
+         move the checkpoint away if it is damaged: the run goes on from the one before"
+    )]
+    Checkpoint {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: TrainerError,
+    },
+    /// The tasks are others than those that the run began with.
+    #[error(
+        "the tasks to {purpose} are others than those that the run in `{path}` began with; give those, or \
+         start a run with `model.path` at its `final` folder"
+    )]
+    TasksChanged {
+        /// The run folder.
+        path: PathBuf,
+        /// What they are for.
+        purpose: &'static str,
+    },
+    /// An example is longer than the model can read.
+    #[error(
+        "{name} has {length} tokens, more than the {limit} that the model can read; leave it out or shorten it"
+    )]
+    ExampleTooLong {
+        /// Which example.
+        name: String,
+        /// Its tokens.
+        length: usize,
+        /// Tokens that the model has positions for.
+        limit: usize,
+    },
     /// What a checkpoint says of the run's place cannot be read.
     #[error("checkpoint `{path}` does not say where the run stands: {source}")]
     Progress {
@@ -322,8 +364,7 @@ impl RunError {
     /// Returns whether an update was refused for what it looks like.
     #[must_use]
     pub(super) fn is_refusal(&self) -> bool {
-        let refusal = |error: &TrainerError| super::watch::Kind::of_refusal(error).is_some();
-        matches!(self, Self::Trainer(error) if refusal(error))
+        matches!(self, Self::Anomaly { .. })
     }
 
     /// Returns whether the reader can mend it by asking for something else: a key, a path, a file.
@@ -350,6 +391,10 @@ impl RunError {
             | Self::NoRun { .. }
             | Self::Finished { .. }
             | Self::SeedChanged { .. }
+            | Self::FolderLocked { .. }
+            | Self::Checkpoint { .. }
+            | Self::TasksChanged { .. }
+            | Self::ExampleTooLong { .. }
             | Self::Progress { .. }
             | Self::Device { .. }
             | Self::TooManyProcesses { .. }

@@ -1,6 +1,6 @@
 //! The run folder: what a run leaves behind.
 
-use std::fs::Permissions;
+use std::fs::{Permissions, TryLockError};
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -33,23 +33,59 @@ pub struct RunFolder {
     root: PathBuf,
     metrics: fs::File,
     sinks: Sinks,
+    /// Held as long as the run goes on.
+    _lock: FolderLock,
+}
+
+/// What keeps other processes from writing the folder: they would write over each other's steps. The
+/// system lets go of it however the process ends.
+#[derive(Debug)]
+pub struct FolderLock {
+    _folder: fs::File,
+}
+
+impl FolderLock {
+    /// Makes the folder if it is not there, and takes it.
+    ///
+    /// # Errors
+    ///
+    /// Fails where another process has it.
+    pub fn take(root: &Path) -> Result<Self, RunError> {
+        fs::create_dir_all(root)?;
+        let folder = fs::File::open(root)?;
+        match folder.file().try_lock() {
+            Err(TryLockError::WouldBlock) => Err(RunError::FolderLocked {
+                path: root.to_owned(),
+            }),
+            Err(TryLockError::Error(error)) => {
+                // As on some file systems over a network.
+                tracing::warn!(%error, "the run folder cannot be kept from other processes");
+                Ok(Self { _folder: folder })
+            }
+            Ok(()) => Ok(Self { _folder: folder }),
+        }
+    }
 }
 
 impl RunFolder {
-    /// Creates the folder; one that already holds a run is refused, so that no run is lost.
+    /// Fills a folder; one that already holds a run is refused, so that no run is lost.
     ///
     /// # Errors
     ///
     /// Fails where the folder is not empty or cannot be written.
-    pub fn create(root: &Path, run_toml: &str, log: &LogConfig) -> Result<Self, RunError> {
-        if root.is_dir() && fs::read_dir(root)?.next().is_some() {
+    pub fn create(
+        root: &Path,
+        lock: FolderLock,
+        run_toml: &str,
+        log: &LogConfig,
+    ) -> Result<Self, RunError> {
+        if fs::read_dir(root)?.next().is_some() {
             return Err(RunError::FolderInUse {
                 path: root.to_owned(),
             });
         }
-        fs::create_dir_all(root)?;
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
-        Self::open(root, Sinks::open(root, log, &[]))
+        Self::open(root, lock, Sinks::open(root, log, &[]))
     }
 
     /// Returns whether `root` holds a run that came to its end.
@@ -67,6 +103,7 @@ impl RunFolder {
     /// Fails where the folder cannot be read or written.
     pub fn reopen(
         root: &Path,
+        lock: FolderLock,
         step: usize,
         evaluated: usize,
         run_toml: &str,
@@ -88,10 +125,10 @@ impl RunFolder {
             .lines()
             .filter_map(|row| serde_json::from_str(row).ok())
             .collect();
-        Self::open(root, Sinks::open(root, log, &rows))
+        Self::open(root, lock, Sinks::open(root, log, &rows))
     }
 
-    fn open(root: &Path, sinks: Sinks) -> Result<Self, RunError> {
+    fn open(root: &Path, lock: FolderLock, sinks: Sinks) -> Result<Self, RunError> {
         let metrics = fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -100,6 +137,7 @@ impl RunFolder {
             root: root.to_owned(),
             metrics,
             sinks,
+            _lock: lock,
         })
     }
 
@@ -192,15 +230,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_holds_a_run_is_refused() {
+    fn a_folder_that_holds_a_run_is_refused_and_one_that_a_process_writes_cannot_be_taken() {
         let parent = tempfile::tempdir().unwrap();
         let root = parent.path().join("run");
-        let mut folder = RunFolder::create(&root, "seed = 0\n", &LogConfig::default()).unwrap();
+        let mut folder = RunFolder::create(
+            &root,
+            FolderLock::take(&root).unwrap(),
+            "seed = 0\n",
+            &LogConfig::default(),
+        )
+        .unwrap();
         folder.log(&serde_json::json!({"step": 1})).unwrap();
         folder.log(&serde_json::json!({"step": 2})).unwrap();
         let lines = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+        let error = FolderLock::take(&root).unwrap_err();
+        assert!(matches!(error, RunError::FolderLocked { .. }), "{error}");
+        drop(folder);
         assert_eq!(lines, "{\"step\":1}\n{\"step\":2}\n");
-        let error = RunFolder::create(&root, "", &LogConfig::default()).unwrap_err();
+        let error = RunFolder::create(
+            &root,
+            FolderLock::take(&root).unwrap(),
+            "",
+            &LogConfig::default(),
+        )
+        .unwrap_err();
         assert!(matches!(error, RunError::FolderInUse { .. }), "{error}");
     }
 
@@ -217,7 +270,8 @@ mod tests {
                 .unwrap()
                 .len()
         };
-        let mut folder = RunFolder::create(&root, "seed = 0\n", &log).unwrap();
+        let mut folder =
+            RunFolder::create(&root, FolderLock::take(&root).unwrap(), "seed = 0\n", &log).unwrap();
         for step in 1..4 {
             folder.log(&serde_json::json!({"step": step})).unwrap();
             let measured = serde_json::json!({"step": step, "eval/pass_at_1": 0.5});
@@ -225,7 +279,16 @@ mod tests {
         }
         let uninterrupted = events();
         folder.metrics.write_all(b"{\"step\": 2, \"cut").unwrap();
-        let mut folder = RunFolder::reopen(&root, 2, 1, "seed = 1\n", &log).unwrap();
+        drop(folder);
+        let mut folder = RunFolder::reopen(
+            &root,
+            FolderLock::take(&root).unwrap(),
+            2,
+            1,
+            "seed = 1\n",
+            &log,
+        )
+        .unwrap();
         let kept = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
         let measured = r#"{"step":1,"eval/pass_at_1":0.5}"#;
         assert_eq!(
@@ -247,7 +310,16 @@ mod tests {
         );
         folder.write_summary(&serde_json::json!({})).unwrap();
         assert!(RunFolder::is_finished(&root));
-        RunFolder::reopen(&root, 2, 1, "", &LogConfig::default()).unwrap();
+        drop(folder);
+        RunFolder::reopen(
+            &root,
+            FolderLock::take(&root).unwrap(),
+            2,
+            1,
+            "",
+            &LogConfig::default(),
+        )
+        .unwrap();
         assert!(!RunFolder::is_finished(&root), "it gets further steps");
     }
 }

@@ -103,16 +103,35 @@ pub fn demonstration_traces(
     };
     let mut traces = Vec::with_capacity(demonstrations.len());
     for (index, messages) in demonstrations.iter().enumerate() {
-        traces.push(trace_demonstration(
+        let trace = trace_demonstration(
             messages,
             &tools,
             &policy.template,
             &policy.tokenizer,
             workbench.render(),
             &(index + 1).to_string(),
-        )?);
+        )?;
+        check_length(policy, &trace, || format!("demonstration {}", index + 1))?;
+        traces.push(trace);
     }
     Ok(traces)
+}
+
+/// Refuses what the model has no positions for.
+pub(super) fn check_length(
+    policy: &Policy,
+    trace: &TokenTrace,
+    name: impl FnOnce() -> String,
+) -> Result<(), RunError> {
+    let (length, limit) = (trace.len(), policy.decoder.config().max_position_embeddings);
+    if length <= limit {
+        return Ok(());
+    }
+    Err(RunError::ExampleTooLong {
+        name: name(),
+        length,
+        limit,
+    })
 }
 
 /// Tunes `policy` on traces, whose sampled tokens it imitates, and writes the model to `out`.

@@ -12,7 +12,7 @@ use super::ahead::{Ahead, Sampler, load_episodes, save_episodes};
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::draw::{DrawState, Place, StepEpisodes, TaskDraws};
 use super::evaluate::{by_environment, evaluate};
-use super::folder::RunFolder;
+use super::folder::{FolderLock, RunFolder};
 use super::memory::{MeasuredChoice, memory_guard};
 use super::metrics::{
     EpisodeMetrics, EvaluationRow, MemoryMetrics, MetricsRow, environment_metrics,
@@ -53,6 +53,9 @@ pub struct TrainOptions<'a> {
 /// What a checkpoint keeps of a run besides weights and moments.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Progress {
+    /// What is known of the tasks that the run began with; nothing of runs that began before it was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tasks: Option<TaskDigests>,
     before: EvalReport,
     /// The last step that was measured on the way.
     #[serde(default)]
@@ -69,6 +72,30 @@ struct Progress {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     micro_batches: Option<MeasuredChoice>,
     wall_s: f64,
+}
+
+/// What tells a run's tasks from others, by what is asked and tested.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct TaskDigests {
+    training: String,
+    held_out: String,
+}
+
+impl TaskDigests {
+    /// Holds them to be what a run began with.
+    fn check(&self, began_with: &Self, path: &Path) -> Result<(), RunError> {
+        let pairs = [
+            ("learn from", &self.training, &began_with.training),
+            ("measure on", &self.held_out, &began_with.held_out),
+        ];
+        match pairs.into_iter().find(|(_, now, then)| now != then) {
+            None => Ok(()),
+            Some((purpose, ..)) => Err(RunError::TasksChanged {
+                path: path.to_owned(),
+                purpose,
+            }),
+        }
+    }
 }
 
 /// A run between two steps.
@@ -150,13 +177,15 @@ impl Run<'_> {
         Ok(self.ranks.barrier("saving")?)
     }
 
-    /// Goes back to before a step that is not to be learned from: it is sampled again when the run goes
-    /// on.
+    /// Goes back to before a step that is not to be learned from: when the run goes on, it is sampled
+    /// again. Groups that waited are dropped, too, or they would bring about the same again.
     fn drop_step(&mut self, before: Progress) {
         self.progress = before;
+        if !std::mem::take(&mut self.progress.paused).is_empty() {
+            self.saved = None;
+        }
         if let Some(ahead) = self.ahead.take() {
             self.progress.draws = ahead.before;
-            self.progress.paused = ahead.paused_before;
             self.saved = None;
         }
     }
@@ -234,7 +263,11 @@ fn train_together(
     let held_out = evaluation_tasks(config)?;
     mix.check_held_out(&held_out)?;
     let mut engine = new_engine(config, policy)?;
-    let mut run = begin(config, policy, options)?;
+    let tasks = TaskDigests {
+        training: mix.digest(),
+        held_out: held_out.digest(),
+    };
+    let mut run = begin(config, policy, options, tasks)?;
     check_alike(ranks, &policy.decoder)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
         let stop = options.stop;
@@ -373,10 +406,10 @@ fn train_together(
         let metrics = update.metrics;
         found.extend(update.refused);
         // Of tasks drawn behind this step's nothing is known of before it is done.
-        run.ahead = update.ahead.map(|episodes| Ahead {
-            episodes,
-            before: std::mem::replace(&mut run.progress.draws, draws.state.clone()),
-            paused_before: std::mem::replace(&mut run.progress.paused, draws.records()),
+        run.ahead = update.ahead.map(|episodes| {
+            run.progress.paused = draws.records();
+            let before = std::mem::replace(&mut run.progress.draws, draws.state.clone());
+            Ahead { episodes, before }
         });
         run.step = step;
         let memory = run.account_for_memory(step, observer);
@@ -456,8 +489,12 @@ fn begin<'a>(
     config: &'a RunConfig,
     policy: &'a Policy,
     options: &TrainOptions<'a>,
+    tasks: TaskDigests,
 ) -> Result<Run<'a>, RunError> {
     let out = options.out;
+    let lock = (options.ranks.is_root())
+        .then(|| FolderLock::take(out))
+        .transpose()?;
     let mut optimizer = AdamW::new(&policy.decoder, optimizer_config(config))?;
     let mut critic = critic(config, policy);
     let checkpoint = if options.resume {
@@ -467,7 +504,11 @@ fn begin<'a>(
     };
     let restored = match &checkpoint {
         Some(path) => {
-            let state = load_checkpoint(path, &policy.decoder, &mut optimizer, critic.as_mut())?;
+            let state = load_checkpoint(path, &policy.decoder, &mut optimizer, critic.as_mut())
+                .map_err(|source| RunError::Checkpoint {
+                    path: path.clone(),
+                    source,
+                })?;
             if state.seed != config.seed {
                 return Err(RunError::SeedChanged {
                     path: out.to_owned(),
@@ -480,6 +521,9 @@ fn begin<'a>(
                     path: path.clone(),
                     source,
                 })?;
+            if let Some(began_with) = &progress.tasks {
+                tasks.check(began_with, out)?;
+            }
             let (ahead, paused) = load_episodes(path)?;
             let progress = Progress { paused, ..progress };
             Some((state.step, progress, ahead))
@@ -488,30 +532,33 @@ fn begin<'a>(
         None => None,
     };
     let step = restored.as_ref().map(|(step, ..)| *step);
-    let (progress, ahead) = restored
-        .map(|(_, progress, ahead)| (progress, ahead))
-        .unwrap_or_default();
+    let fresh = || {
+        let tasks = Some(tasks);
+        (
+            Progress {
+                tasks,
+                ..Progress::default()
+            },
+            None,
+        )
+    };
+    let (progress, ahead) = restored.map_or_else(fresh, |(_, progress, ahead)| (progress, ahead));
     let run_toml = config.to_toml()?;
-    let folder = if !options.ranks.is_root() {
-        None
-    } else if options.resume {
-        let is_done = step.is_some_and(|step| step as u64 >= config.trainer.steps);
-        if is_done && RunFolder::is_finished(out) {
-            return Err(RunError::Finished {
-                path: out.to_owned(),
-            });
+    let folder = match lock {
+        None => None,
+        Some(lock) if options.resume => {
+            let is_done = step.is_some_and(|step| step as u64 >= config.trainer.steps);
+            if is_done && RunFolder::is_finished(out) {
+                return Err(RunError::Finished {
+                    path: out.to_owned(),
+                });
+            }
+            let (step, evaluated) = (step.unwrap_or(0), progress.evaluated);
+            let log = &config.log;
+            let folder = RunFolder::reopen(out, lock, step, evaluated, &run_toml, log)?;
+            Some(folder)
         }
-        let evaluated = progress.evaluated;
-        let step = step.unwrap_or(0);
-        Some(RunFolder::reopen(
-            out,
-            step,
-            evaluated,
-            &run_toml,
-            &config.log,
-        )?)
-    } else {
-        Some(RunFolder::create(out, &run_toml, &config.log)?)
+        Some(lock) => Some(RunFolder::create(out, lock, &run_toml, &config.log)?),
     };
     let mut trainer = GrpoTrainer::new(grpo_config(config, policy)?, schedule(config), optimizer)
         .with_critic(critic)
@@ -572,7 +619,13 @@ fn update(
 ) -> Result<Update, RunError> {
     let (trainer, watch, ranks) = (&mut run.trainer, &mut run.progress.watch, run.ranks);
     let (decoder, config) = (&*run.policy.decoder, &run.config.watch);
+    let (step, path) = (run.step + 1, run.out);
     let mut refuse = |error| match watch.of_refusal(config, &error) {
+        Some(anomaly) if anomaly.response == Response::Stop => Err(RunError::Anomaly {
+            step,
+            message: anomaly.message,
+            path: path.to_owned(),
+        }),
         Some(anomaly) => Ok(anomaly),
         None => Err(RunError::from(error)),
     };

@@ -28,7 +28,8 @@ impl Kind {
             }
             Self::Drift => {
                 "the weights changed since the episodes were sampled (with `trainer.async_level = 1` by a \
-                 step that is too large: lower `trainer.learning_rate`), or the model rounds differently \
+                 step that is too large: lower `trainer.learning_rate`; with `rollout.max_step_tokens` by \
+                 several steps: lower `rollout.max_off_policy_steps`, too), or the model rounds differently \
                  when it samples (`model.dtype = \"f32\"` tells; `trainer.sampler_correction` helps)"
             }
             Self::Ratio => {
@@ -48,8 +49,8 @@ impl Kind {
             }
             Self::Unscorable => {
                 "the sandbox or the grader fails: the episodes in `rollouts/` say why; deadlines are \
-                 missed where the machine is overloaded (raise `sandbox.deadline` and \
-                 `sandbox.grade_deadline`, lower `rollout.groups_per_step`)"
+                 missed where the machine is overloaded (raise `sandbox.deadline`, \
+                 `sandbox.grade_deadline` and `rollout.deadline`, lower `rollout.groups_per_step`)"
             }
             Self::Collapse => {
                 "the policy left what it could do (go on from an earlier checkpoint with a lower \
@@ -208,15 +209,14 @@ impl WatchState {
     }
 
     /// Returns what is to be done about a step whose update was refused; none where that is not for a
-    /// run to decide, or is to end it.
+    /// run to decide.
     pub(super) fn of_refusal(
         &mut self,
         config: &WatchConfig,
         error: &TrainerError,
     ) -> Option<Anomaly> {
         let kind = Kind::of_refusal(error)?;
-        let anomaly = self.anomaly(config, kind, &format!("the update was left out: {error}"));
-        (anomaly.response != Response::Stop).then_some(anomaly)
+        Some(self.anomaly(config, kind, &format!("the update was left out: {error}")))
     }
 
     /// Returns what was found, and remembers it for the next step.
@@ -372,7 +372,12 @@ mod tests {
             []
         );
         let error = TrainerError::GradientNotFinite { norm: f64::NAN };
-        assert_eq!(state.of_refusal(&config, &error), None, "it ends the run");
+        let found = state.of_refusal(&config, &error).unwrap();
+        assert_eq!(
+            (found.kind, found.response),
+            (Kind::NotFinite, Response::Stop)
+        );
+        assert!(found.message.contains("likely: the step size is too high"));
         config.not_finite = Response::Skip;
         let found = state.of_refusal(&config, &error).unwrap();
         assert!(

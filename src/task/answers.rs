@@ -2,7 +2,7 @@
 
 use super::fields::Fields;
 use super::{Task, TaskError};
-use crate::grader::TestCase;
+use crate::grader::{TestCase, is_number};
 
 /// Reads one row; its number is its id.
 ///
@@ -15,6 +15,9 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Task, TaskError> {
     let Some((_, number)) = answer.rsplit_once("####") else {
         return Err(fields.unsupported("answer", "mark the number as in GSM8K: `#### 18`"));
     };
+    if !is_number(number) {
+        return Err(fields.unsupported("answer", "mark a finite number: `#### 18`"));
+    }
     Ok(Task {
         id: fields.id_or_row("task_id")?,
         prompt: fields.text(&["question"], remedy)?,

@@ -29,7 +29,7 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::mbpp::{Setup, entry_points};
 use super::{GraderChoice, Task, TaskError, TaskOptions};
-use crate::grader::{GRADERS, RewardTerms, TestCase};
+use crate::grader::{GRADERS, RewardTerms, TestCase, is_number};
 
 /// The largest grader file that is read.
 const MAX_GRADER_BYTES: u64 = 1 << 20;
@@ -84,6 +84,12 @@ pub(super) fn parse(
             "add `tests` or `test` for programs that test, `cases` for inputs and outputs, or \
              `answer`",
         ));
+    }
+    if matches!(task.grader.as_str(), "numeric" | "exact_match") && task.cases.is_empty() {
+        return Err(fields.missing("answer", "add it: this grader compares answers"));
+    }
+    if task.grader == "numeric" && !task.cases.iter().all(|case| is_number(&case.output)) {
+        return Err(fields.unsupported("answer", "give a finite number"));
     }
     let mut setup = Setup::default();
     for key in ["test_imports", "setup"] {

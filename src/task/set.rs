@@ -184,6 +184,31 @@ impl TaskSet {
         self
     }
 
+    /// Returns a digest (BLAKE3) of what is asked and tested, in order: sets with the same one give the same
+    /// episodes and the same scores, but for how many of the tests the policy is shown.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        for task in &self.tasks {
+            let Task {
+                id,
+                prompt,
+                setup,
+                tests,
+                cases,
+                entry_points,
+                grader,
+                options,
+                ..
+            } = task;
+            let asked = (id, prompt, entry_points);
+            let tested = (grader, setup, tests, cases, options);
+            let text = serde_json::json!([asked, tested]).to_string();
+            hasher.update(blake3::hash(text.as_bytes()).as_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
+    }
+
     /// Returns `count` tasks from place `first` on of an endless sequence of epochs, each a new
     /// permutation by `seed` (see [`epoch_order`]). A resumed run that asks for the same place gets the
     /// same tasks.

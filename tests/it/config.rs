@@ -163,7 +163,7 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
 #[case("seed=-1", "`seed` can not be `-1`")]
 #[case(
     "rollout.group_size=1",
-    "`rollout.group_size` is `1`; make it at least 2: a sample is judged against its group"
+    "`rollout.group_size` is `1`; make it from 2 to 1000000: a sample is judged against its group"
 )]
 #[case(
     "rollout.temperature=0",

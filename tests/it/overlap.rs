@@ -350,6 +350,38 @@ fn paused_episodes_go_on_behind_a_kill_at_every_step(#[case] level: &str) {
 }
 
 #[test]
+fn a_run_that_moved_too_far_drops_what_was_sampled_before() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        .args(["train", "--seed", "3", "--out"])
+        .arg(&run)
+        .args(sets(&[
+            "trainer.steps=4",
+            "trainer.async_level=1",
+            "trainer.max_kl_sample_train=1e-7",
+            "rollout.max_step_tokens=12",
+            "rollout.groups_per_step=4",
+            "eval.limit=1",
+        ]))
+        .output()
+        .expect("the binary starts");
+    // The second step learns from what the first one's policy sampled.
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{messages}");
+    for expected in [
+        "step 2: the update was left out",
+        "lower `rollout.max_off_policy_steps`",
+        "--resume",
+    ] {
+        assert!(messages.contains(expected), "{expected}: {messages}");
+    }
+    let checkpoint = run.join("checkpoints/step-1");
+    assert!(checkpoint.join("state.json").exists());
+    assert!(!checkpoint.join("episodes.json").exists(), "none waits");
+}
+
+#[test]
 fn an_episode_that_takes_too_long_is_no_failure_of_the_policys() {
     let (config, policy, collector) = starter(Some(Duration::from_secs(6)));
     let mut engine = new_engine(&config, &policy).expect("an engine");

@@ -287,6 +287,17 @@ fn a_run_that_is_done_takes_further_steps() {
     wardian(&["train", "--resume", run, "--set", "trainer.steps=6"]);
     assert_eq!(json(&extended.join("summary.json"))["steps"], 6);
     assert_same_run(&whole, &extended, "model.safetensors");
+    // With other tasks it would be another run.
+    for (set, expected) in [
+        ("task.limit=3", "the tasks to learn from are others"),
+        ("eval.limit=1", "the tasks to measure on are others"),
+    ] {
+        refused(
+            &extended,
+            &["--set", "trainer.steps=8", "--set", set],
+            expected,
+        );
+    }
 }
 
 #[test]

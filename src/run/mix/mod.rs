@@ -115,6 +115,12 @@ impl Mix {
         self.members.iter().find_map(|member| member.tasks.get(id))
     }
 
+    /// Returns what tells these tasks from others.
+    pub(super) fn digest(&self) -> String {
+        let digests = self.members.iter().map(|member| member.tasks.digest());
+        digests.collect::<Vec<_>>().join(" ")
+    }
+
     /// Refuses tasks that are learned from and measured on: the result would mean nothing.
     ///
     /// Within `[task]` they are known by their ids. Between environments, which may read one file each in

@@ -12,6 +12,7 @@ use rand::SeedableRng as _;
 use rand::seq::SliceRandom as _;
 use rand_chacha::ChaCha8Rng;
 
+use super::sft::check_length;
 use super::{Policy, RunError};
 use crate::config::RunConfig;
 use crate::engine::Tokenizer;
@@ -120,6 +121,9 @@ pub fn accept_rollouts(
         episodes.truncate(limit);
         accepted.tasks_kept += usize::from(!episodes.is_empty());
         accepted.kept += episodes.len();
+        for trace in episodes.iter().flatten() {
+            check_length(policy, trace, || format!("an episode of task `{task_id}`"))?;
+        }
         accepted.traces.extend(episodes.into_iter().flatten());
     }
     if accepted.traces.is_empty() {
