@@ -1,20 +1,25 @@
 //! Accepting and serving connections until asked to stop.
 
+use std::convert::Infallible;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::Request;
+use axum::response::Response;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
+use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio_rustls::server::TlsStream;
 
+use super::Peer;
 use super::tls::{HANDSHAKE_WITHIN, ServerTls};
 
 /// How long a connection may take to send the head of a request, and be idle before it.
@@ -103,20 +108,22 @@ pub(super) async fn serve_with(
     loop {
         tokio::select! {
             accepted = listener.tcp.accept() => match accepted {
-                Ok((stream, _)) => {
-                    let (router, mut stopping) = (router.clone(), stopping.subscribe());
+                Ok((stream, peer)) => {
+                    let peer = Peer(peer.ip());
+                    let service = Service::new(router.clone(), peer);
+                    let mut stopping = stopping.subscribe();
                     let (share, tls) = (alive.clone(), listener.tls.clone());
                     tokio::spawn(async move {
                         // A reply that waits for the acknowledgement of the one before would take 40 ms
                         // longer. Without it the connection is slower, no more.
                         let _ = stream.set_nodelay(true);
                         match tls {
-                            None => converse(stream, router, stopping, patience.head).await,
+                            None => converse(stream, service, stopping, patience.head).await,
                             // Boxed, so that a plain connection takes no more memory for it.
                             Some(tls) => Box::pin(async move {
                                 let within = patience.handshake;
                                 if let Some(stream) = secure(stream, &tls, &mut stopping, within).await {
-                                    converse(stream, router, stopping, patience.head).await;
+                                    converse(stream, service, stopping, patience.head).await;
                                 }
                             })
                             .await,
@@ -197,16 +204,42 @@ fn plain_answer() -> String {
     )
 }
 
+/// A router whose requests say where they came from.
+struct Service {
+    router: TowerToHyperService<Router>,
+    peer: Peer,
+}
+
+impl Service {
+    fn new(router: Router, peer: Peer) -> Self {
+        Self {
+            router: TowerToHyperService::new(router),
+            peer,
+        }
+    }
+}
+
+impl hyper::service::Service<Request<Incoming>> for Service {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = TowerToHyperServiceFuture<Router, Request<Incoming>>;
+
+    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+        request.extensions_mut().insert(self.peer);
+        self.router.call(request)
+    }
+}
+
 async fn converse(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    router: Router,
+    service: Service,
     mut stopping: watch::Receiver<bool>,
     head_within: Duration,
 ) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(head_within)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = pin!(connection);
     let stops = async {

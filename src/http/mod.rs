@@ -1,9 +1,10 @@
-//! What servers and clients share: serving until asked to stop, TLS, bearer tokens, names of requests,
-//! counts, when to try again.
+//! What servers and clients share: serving until asked to stop, TLS, bearer tokens, limits of rates, names
+//! of requests, counts, when to try again.
 
 mod bodies;
 mod connections;
 mod metrics;
+mod rate;
 mod retry;
 #[cfg(test)]
 pub(crate) mod tests_support;
@@ -21,6 +22,8 @@ use axum::response::{IntoResponse as _, Response};
 pub(crate) use bodies::{Bodies, BodyError, BodyShare, check_values, give_back};
 pub use connections::{Listener, serve};
 pub(crate) use metrics::{Histogram, ResponseCounts, series};
+pub use rate::Rate;
+pub(crate) use rate::{Peer, RateLimit, retry_after};
 pub(crate) use retry::{asked_pause, may_pass};
 
 /// The header that names a request, in the request and in its response.
@@ -53,14 +56,20 @@ impl ApiKey {
         }
     }
 
-    /// Returns whether a request has the key. Hashes are compared, in constant time, whatever the
-    /// lengths are.
+    /// Returns whether a request has the key.
     pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
+        self.shown(headers).is_some()
+    }
+
+    /// Returns the key's hash if a request has it. Hashes are compared, in constant time, whatever the
+    /// lengths are.
+    pub(crate) fn shown(&self, headers: &HeaderMap) -> Option<blake3::Hash> {
         headers
             .get(header::AUTHORIZATION)
             .and_then(|value| value.as_bytes().split_at_checked(SCHEME.len()))
             .filter(|(scheme, _)| scheme.eq_ignore_ascii_case(SCHEME))
-            .is_some_and(|(_, sent)| blake3::hash(sent) == self.hash)
+            .map(|(_, sent)| blake3::hash(sent))
+            .filter(|sent| *sent == self.hash)
     }
 }
 

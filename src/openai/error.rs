@@ -1,5 +1,7 @@
 //! Errors in the shape of the OpenAI API.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -8,7 +10,7 @@ use serde_json::{Value, json};
 use crate::causes::with_causes;
 use crate::chat::ChatError;
 use crate::engine::{BusyError, EngineError};
-use crate::http::BodyError;
+use crate::http::{BodyError, retry_after};
 
 /// What a client is told went wrong.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +60,12 @@ pub enum ApiError {
     /// The body did not come in time.
     #[error("the request body did not come in time")]
     TooSlow,
+    /// This client asks too often.
+    #[error("this client asks too often; come back when `Retry-After` says")]
+    TooOften {
+        /// How long it should wait.
+        wait: Duration,
+    },
     /// Too much is under way.
     #[error("{0}; try again later")]
     Busy(BusyError),
@@ -96,7 +104,9 @@ impl ApiError {
             Self::UnknownModel { .. } | Self::NotFound { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Busy(BusyError::Full { .. }) => StatusCode::TOO_MANY_REQUESTS,
+            Self::TooOften { .. } | Self::Busy(BusyError::Full { .. }) => {
+                StatusCode::TOO_MANY_REQUESTS
+            }
             Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
@@ -116,7 +126,7 @@ impl ApiError {
                 ("invalid_request_error", None, None)
             }
             Self::TooLarge { .. } => ("invalid_request_error", Some("request_too_large"), None),
-            Self::Busy(BusyError::Full { .. }) => {
+            Self::TooOften { .. } | Self::Busy(BusyError::Full { .. }) => {
                 ("rate_limit_error", Some("rate_limit_exceeded"), None)
             }
             Self::Busy(_) | Self::Internal { .. } => ("server_error", None, None),
@@ -134,6 +144,9 @@ impl IntoResponse for ApiError {
         match self {
             Self::Busy(_) => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            Self::TooOften { wait } => {
+                headers.insert(header::RETRY_AFTER, retry_after(wait));
             }
             Self::Unauthorized => {
                 headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

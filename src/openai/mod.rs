@@ -36,7 +36,7 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::{HeaderMap, StatusCode, Uri};
+use axum::http::{StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
@@ -46,7 +46,8 @@ use tokio::sync::Semaphore;
 use crate::chat::{ChatTemplate, ToolCallFormat};
 use crate::engine::{EngineError, EngineHandle, GuideFactory, Tokenizer};
 use crate::http::{
-    self, ApiKey, Bodies, BodyShare, give_back, is_cross_site, name_request, unix_seconds,
+    self, ApiKey, Bodies, BodyShare, Rate, RateLimit, give_back, is_cross_site, name_request,
+    unix_seconds,
 };
 
 pub use error::ApiError;
@@ -85,6 +86,8 @@ pub struct ServedModel {
 pub struct ServerConfig {
     /// What clients must send as `Authorization: Bearer`; `None` lets everybody in. Default: none.
     pub api_key: Option<ApiKey>,
+    /// How often a client may ask, by its key or else by its address; `None` is no limit. Default: none.
+    pub rate_limit: Option<Rate>,
     /// Largest body that is read. Default: 8 MiB.
     pub max_body_bytes: usize,
     /// Most completions of one request (`n` times the prompts). Default: 128.
@@ -95,6 +98,7 @@ impl Default for ServerConfig {
     fn default() -> Self {
         Self {
             api_key: None,
+            rate_limit: None,
             max_body_bytes: 8 << 20,
             max_choices: 128,
         }
@@ -114,6 +118,7 @@ struct App {
     /// A turn for each thread that may compile grammars at a time.
     compilers: Arc<Semaphore>,
     bodies: Bodies,
+    rate_limit: Option<RateLimit>,
 }
 
 impl App {
@@ -173,6 +178,7 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
     let body_limit = DefaultBodyLimit::max(config.max_body_bytes);
     let app = Arc::new(App {
         bodies: Bodies::new(config.max_body_bytes),
+        rate_limit: config.rate_limit.map(RateLimit::new),
         engine,
         model,
         config,
@@ -203,18 +209,18 @@ pub fn router(engine: EngineHandle, model: ServedModel, config: ServerConfig) ->
         .with_state(app)
 }
 
-async fn authorize(
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    request: Request,
-    next: Next,
-) -> Response {
-    if let Some(key) = &app.config.api_key
-        && !key.admits(&headers)
+async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let api_key = app.config.api_key.as_ref();
+    let shown = api_key.and_then(|key| key.shown(request.headers()));
+    if let Some(limit) = &app.rate_limit
+        && let Err(wait) = limit.admit(shown, &request)
     {
+        return ApiError::TooOften { wait }.into_response();
+    }
+    if api_key.is_some() && shown.is_none() {
         return ApiError::Unauthorized.into_response();
     }
-    if app.config.api_key.is_none() && is_cross_site(&headers) {
+    if api_key.is_none() && is_cross_site(request.headers()) {
         return ApiError::CrossSite.into_response();
     }
     next.run(request).await
@@ -267,5 +273,9 @@ async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
 }
 
 async fn metrics_page(State(app): State<Arc<App>>) -> Response {
-    http::metrics_page(app.metrics.render(&app.engine.status()))
+    let mut text = app.metrics.render(&app.engine.status());
+    if let Some(limit) = &app.rate_limit {
+        limit.write(&mut text);
+    }
+    http::metrics_page(text)
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::{Method, header};
+use axum::http::{HeaderMap, Method, header};
 use candle_core::{DType, Device};
 use serde_json::Map;
 use tokio::net::TcpListener;
@@ -707,6 +707,23 @@ async fn a_key_is_asked_for_where_one_is_set() {
     assert_eq!(models["data"][0]["max_model_len"], 512);
     assert_eq!(ask(&app, CHAT, &chat(&json!({}))).await.status, 401);
     assert_eq!(fetch(&app, "/health").await.status, 200);
+}
+
+#[tokio::test]
+async fn a_client_that_asks_too_often_is_told_to_come_back() {
+    let config = ServerConfig {
+        rate_limit: Some("60/m:2".parse().unwrap()),
+        ..ServerConfig::default()
+    };
+    let app = service(config, 8).0;
+    for _ in 0..2 {
+        assert_eq!(fetch(&app, "/v1/models").await.status, 200);
+    }
+    let refused = fetch(&app, "/v1/models").await;
+    assert_eq!(refused.headers[header::RETRY_AFTER], "1");
+    assert_eq!(refused.error(429)["code"], "rate_limit_exceeded");
+    let metrics = fetch(&app, "/metrics").await.text;
+    assert!(metrics.contains("http_rate_limited_total 1\n"), "{metrics}");
 }
 
 #[tokio::test]

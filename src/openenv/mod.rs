@@ -46,7 +46,10 @@ use tokio::sync::{oneshot, watch};
 
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::Grader;
-use crate::http::{self, ApiKey, Bodies, BodyError, Listener, is_cross_site, name_request};
+use crate::http::{
+    self, ApiKey, Bodies, BodyError, Listener, Rate, RateLimit, is_cross_site, name_request,
+    retry_after,
+};
 use crate::sandbox::{Cancel, Limits, Sandbox, SandboxError, WasmRuntime};
 use crate::task::TaskSet;
 
@@ -106,13 +109,28 @@ impl fmt::Debug for Environment {
     }
 }
 
+/// Which routes there are, as OpenEnv names it. No mode isolates anything: sockets take the same frames.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// All of them.
+    #[default]
+    Simulation,
+    /// All but `/reset`, `/step` and `/state`, which control an environment without a session.
+    Production,
+}
+
 /// Settings of the server.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
+    /// Which routes there are. Default: all.
+    pub mode: Mode,
     /// Sessions at a time; more are told `CAPACITY_REACHED`. Default: 4096.
     pub max_sessions: usize,
     /// What clients must send as `Authorization: Bearer`; `None` lets everybody in. Default: none.
     pub api_key: Option<ApiKey>,
+    /// How often a client may ask, by its key or else by its address; `None` is no limit. Frames on a socket do
+    /// not count, its opening does. Default: none.
+    pub rate_limit: Option<Rate>,
     /// Largest message or body that is read. Default: 8 MiB.
     pub max_message_bytes: usize,
     /// Threads for short steps, and as many for long ones. Default: the number of cores.
@@ -128,8 +146,10 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     fn default() -> Self {
         Self {
+            mode: Mode::Simulation,
             max_sessions: 4096,
             api_key: None,
+            rate_limit: None,
             max_message_bytes: 8 << 20,
             threads: std::thread::available_parallelism().map_or(1, NonZero::get),
             max_running: 64,
@@ -165,6 +185,7 @@ struct App {
     steps: Steps,
     metrics: Metrics,
     bodies: Bodies,
+    rate_limit: Option<RateLimit>,
     is_stopping: watch::Sender<bool>,
     /// How many sockets are open: no request of HTTP is, once its connection became one.
     sockets: watch::Sender<usize>,
@@ -226,6 +247,7 @@ impl Server {
                 steps,
                 metrics: Metrics::default(),
                 bodies: Bodies::new(config.max_message_bytes),
+                rate_limit: config.rate_limit.map(RateLimit::new),
                 is_stopping: watch::Sender::new(false),
                 sockets: watch::Sender::new(0),
                 config,
@@ -245,9 +267,6 @@ impl Server {
         let guarded = Router::new()
             .route("/metadata", get(routes::metadata))
             .route("/schema", get(routes::schema))
-            .route("/state", get(routes::state))
-            .route("/reset", post(routes::reset))
-            .route("/step", post(routes::step))
             .route("/mcp", post(routes::mcp).get(routes::mcp_socket))
             .route("/ws", get(routes::frames))
             .route("/openapi.json", get(routes::openapi))
@@ -257,7 +276,15 @@ impl Server {
             .route("/{env_name}/tasks", post(routes::list_tasks))
             .route("/{env_name}/num_tasks", post(routes::num_tasks))
             .route("/{env_name}/task", post(routes::one_task))
-            .route("/{env_name}/task_range", post(routes::task_range))
+            .route("/{env_name}/task_range", post(routes::task_range));
+        let guarded = match app.config.mode {
+            Mode::Simulation => guarded
+                .route("/state", get(routes::state))
+                .route("/reset", post(routes::reset))
+                .route("/step", post(routes::step)),
+            Mode::Production => guarded,
+        };
+        let guarded = guarded
             .route_layer(middleware::from_fn_with_state(Arc::clone(app), read_body))
             .route_layer(middleware::from_fn_with_state(Arc::clone(app), authorize));
         guarded
@@ -456,9 +483,18 @@ impl App {
 }
 
 async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    if let Some(key) = &app.config.api_key
-        && !key.admits(request.headers())
+    let api_key = app.config.api_key.as_ref();
+    let shown = api_key.and_then(|key| key.shown(request.headers()));
+    if let Some(limit) = &app.rate_limit
+        && let Err(wait) = limit.admit(shown, &request)
     {
+        let message = "this client asks too often; come back when `Retry-After` says";
+        let mut refused = routes::detail(StatusCode::TOO_MANY_REQUESTS, message);
+        let headers = refused.headers_mut();
+        headers.insert(header::RETRY_AFTER, retry_after(wait));
+        return refused;
+    }
+    if api_key.is_some() && shown.is_none() {
         let mut refused = routes::detail(
             StatusCode::UNAUTHORIZED,
             "missing or wrong token; send it as `Authorization: Bearer TOKEN`",
@@ -469,7 +505,7 @@ async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) ->
             .insert(header::WWW_AUTHENTICATE, scheme);
         return refused;
     }
-    if app.config.api_key.is_none() && is_cross_site(request.headers()) {
+    if api_key.is_none() && is_cross_site(request.headers()) {
         return routes::detail(
             StatusCode::FORBIDDEN,
             "pages of other sites are not answered by a server without a token; start it with \

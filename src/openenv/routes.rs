@@ -19,13 +19,13 @@ use axum::response::{IntoResponse as _, Response};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::App;
 use super::gym::{StepError, Tasks};
 use super::rpc::{self, ForkError};
 use super::sessions::Session;
 use super::socket::{self, Dialect, OpenSocket};
 use super::validate::{self, Field, Invalid, Kind};
 use super::wire::{self, capacity_message};
+use super::{App, Mode};
 use crate::http::metrics_page;
 
 type Shared = State<Arc<App>>;
@@ -125,11 +125,15 @@ pub(super) async fn ready(State(app): Shared) -> Response {
 }
 
 pub(super) async fn metrics(State(app): Shared) -> Response {
-    metrics_page(app.metrics.render(
+    let mut text = app.metrics.render(
         app.sessions.active(),
         app.config.max_sessions,
         app.steps.load(),
-    ))
+    );
+    if let Some(limit) = &app.rate_limit {
+        limit.write(&mut text);
+    }
+    metrics_page(text)
 }
 
 pub(super) async fn metadata(State(app): Shared) -> Json<Value> {
@@ -392,7 +396,7 @@ pub(super) async fn task_range(
 }
 
 /// Lists the routes in the form of `OpenAPI`.
-pub(super) async fn openapi() -> Json<Value> {
+pub(super) async fn openapi(State(app): Shared) -> Json<Value> {
     let operation = |summary: &str| {
         json!({
             "summary": summary,
@@ -427,7 +431,10 @@ pub(super) async fn openapi() -> Json<Value> {
         ),
         ("/mcp", "post", "Call a JSON-RPC method"),
     ] {
-        paths.insert(path.to_owned(), json!({method: operation(summary)}));
+        let is_control = matches!(path, "/reset" | "/step" | "/state");
+        if app.config.mode == Mode::Simulation || !is_control {
+            paths.insert(path.to_owned(), json!({method: operation(summary)}));
+        }
     }
     Json(json!({
         "openapi": "3.1.0",

@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::{self, Message};
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async};
 
@@ -667,6 +668,90 @@ async fn a_token_is_asked_for_and_requests_have_names() {
     let metrics = metrics.as_str().unwrap();
     let line = "http_requests_total{endpoint=\"/schema\",status=\"401\"} 1";
     assert!(metrics.contains(line), "{metrics}");
+}
+
+#[tokio::test]
+async fn production_has_no_routes_of_control() {
+    let config = ServerConfig {
+        mode: Mode::Production,
+        ..ServerConfig::default()
+    };
+    let server = TestServer::python(config).await;
+    let transcript = golden("production_mode.json");
+    for exchange in transcript["http"].as_array().unwrap() {
+        let (request, expected) = (&exchange["request"], &exchange["response"]);
+        let (method, path) = (&request["method"], &request["path"]);
+        let (method, path) = (method.as_str().unwrap(), path.as_str().unwrap());
+        let (status, _, answer) = server
+            .ask(method, path, &request["body"].to_string(), "")
+            .await;
+        assert_eq!(json!(status), expected["status"], "{request}: {answer}");
+        if status == 404 {
+            assert_eq!(answer, expected["body"], "{request}");
+        }
+    }
+    let (_, _, document) = server.ask("GET", "/openapi.json", "", "").await;
+    for path in ["/reset", "/step", "/state"] {
+        assert_eq!(document["paths"][path], Value::Null, "{path}");
+    }
+    assert_ne!(document["paths"]["/mcp"], Value::Null);
+    // Sessions are as they were.
+    let mut socket = server.connect().await;
+    socket.reset().await;
+    assert_eq!(socket.stdout("print(6 * 7)").await, "42\n");
+    let state = socket.call(json!({"type": "state"})).await;
+    assert_eq!(state["data"]["step_count"], 1, "{state}");
+}
+
+#[tokio::test]
+async fn who_asks_too_often_is_told_when_to_come_back() {
+    let config = ServerConfig {
+        api_key: Some(ApiKey::new("secret")),
+        rate_limit: Some("3/h".parse().unwrap()),
+        ..ServerConfig::default()
+    };
+    let server = TestServer::python(config).await;
+    let url = format!("ws://{}/ws", server.address);
+    let connect = async |key: &str| {
+        let mut request = url.as_str().into_client_request().unwrap();
+        let value = format!("Bearer {key}").parse().unwrap();
+        request.headers_mut().insert("authorization", value);
+        let socket = connect_async(request).await;
+        socket.map(|(socket, _)| Socket(socket))
+    };
+    // Keys that are made up are of one client, the address.
+    for number in 0..5 {
+        let key = format!("Authorization: Bearer {number}\r\n");
+        let (status, head, _) = server.ask("GET", "/schema", "", &key).await;
+        assert_eq!(status, if number < 3 { 401 } else { 429 }, "{head}");
+        assert_eq!(head.contains("retry-after: 1"), number >= 3, "{head}");
+    }
+    // The good one is another.
+    let mut sockets = Vec::new();
+    for _ in 0..3 {
+        sockets.push(connect("secret").await.unwrap());
+    }
+    for key in ["secret", "other"] {
+        let Err(tungstenite::Error::Http(refused)) = connect(key).await.map(drop) else {
+            panic!("a socket was opened")
+        };
+        assert_eq!(refused.status(), 429);
+        let wait = refused.headers()["retry-after"].to_str().unwrap();
+        let wait: u64 = wait.parse().unwrap();
+        assert!((1000..=1200).contains(&wait), "{wait}");
+    }
+    // What is said on a socket does not count.
+    let socket = &mut sockets[0];
+    socket.reset().await;
+    for _ in 0..5 {
+        assert_eq!(socket.stdout("print(1)").await, "1\n");
+    }
+    for _ in 0..5 {
+        assert_eq!(server.ask("GET", "/health", "", "").await.0, 200);
+    }
+    let (_, _, metrics) = server.ask("GET", "/metrics", "", "").await;
+    let metrics = metrics.as_str().unwrap();
+    assert!(metrics.contains("http_rate_limited_total 4\n"), "{metrics}");
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use super::dialect::{Answer, Api, Asked, Dialect, Event};
 use super::record::{Call, Ending};
 use super::session::{Captured, Entry, Session};
 use super::{App, ProxyError};
-use crate::http::uuid4;
+use crate::http::{retry_after, uuid4};
 use crate::openai::{ApiError, Delta, Events, Usage, parse_object};
 
 /// Events that wait for a slow client before its answer waits, too.
@@ -54,8 +54,11 @@ pub(super) fn read_body(
 pub(super) fn failure(api: Api, error: &ProxyError) -> Response {
     let mut response = (error.status(), Json(api.error(error))).into_response();
     if matches!(response.status().as_u16(), 429 | 503) {
-        let headers = response.headers_mut();
-        headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        let pause = match error {
+            ProxyError::Request(ApiError::TooOften { wait }) => retry_after(*wait),
+            _ => HeaderValue::from_static("1"),
+        };
+        response.headers_mut().insert(header::RETRY_AFTER, pause);
     }
     response
 }

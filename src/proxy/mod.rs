@@ -49,7 +49,9 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
 
-use crate::http::{self, ApiKey, Bodies, is_cross_site, name_request, unix_seconds};
+use crate::http::{
+    self, ApiKey, Bodies, Rate, RateLimit, is_cross_site, name_request, unix_seconds,
+};
 use crate::openai::ApiError;
 
 pub use self::backend::Backend;
@@ -73,6 +75,9 @@ pub struct ProxyConfig {
     /// What the control routes ask for as `Authorization: Bearer`; `None` lets everybody use them.
     /// Default: none.
     pub admin_key: Option<ApiKey>,
+    /// How often a client may ask, by its session or the admin's key, or else by its address; `None` is no
+    /// limit. Default: none.
+    pub rate_limit: Option<Rate>,
     /// Whether a key that names no session opens one. Default: false.
     pub opens_sessions: bool,
     /// What sessions are for that do not say so. Default: auto.
@@ -97,6 +102,7 @@ impl Default for ProxyConfig {
     fn default() -> Self {
         Self {
             admin_key: None,
+            rate_limit: None,
             opens_sessions: false,
             purpose: Purpose::Auto,
             max_model_calls: 0,
@@ -118,6 +124,7 @@ struct App {
     sessions: Sessions,
     metrics: Metrics,
     bodies: Bodies,
+    rate_limit: Option<RateLimit>,
     started: u64,
 }
 
@@ -132,6 +139,7 @@ impl App {
         );
         Arc::new(Self {
             bodies: Bodies::new(config.max_body_bytes),
+            rate_limit: config.rate_limit.map(RateLimit::new),
             backend,
             config,
             sessions,
@@ -147,15 +155,9 @@ impl App {
         path: Option<&str>,
         headers: &HeaderMap,
     ) -> Result<(Arc<Session>, Option<u32>), ProxyError> {
-        let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-        let bearer = || header(header::AUTHORIZATION.as_str())?.strip_prefix("Bearer ");
-        let key = path
-            .or_else(|| header("x-wardian-session"))
-            .or_else(|| header("x-api-key"))
-            .or_else(bearer)
-            .ok_or(ProxyError::UnknownSession)?;
-        let (id, attempt) = match key.trim().split_once('~') {
-            None => (key.trim(), None),
+        let key = session_key(path, headers).ok_or(ProxyError::UnknownSession)?;
+        let (id, attempt) = match key.split_once('~') {
+            None => (key, None),
             Some((id, attempt)) => {
                 let attempt = attempt.parse().map_err(|_| ProxyError::UnknownSession)?;
                 (id, Some(attempt))
@@ -167,6 +169,22 @@ impl App {
             None => return Err(ProxyError::UnknownSession),
         };
         Ok((session, attempt))
+    }
+
+    /// Returns the hash of the key of a request, the admin's or that of a session which there is.
+    fn good_key(&self, request: &Request) -> Option<blake3::Hash> {
+        let headers = request.headers();
+        let admin = self.config.admin_key.as_ref();
+        if let Some(admin) = admin.and_then(|key| key.shown(headers)) {
+            return Some(admin);
+        }
+        let hash_of = |key: &str| {
+            let id = key.split('~').next().unwrap_or_default();
+            let session = self.sessions.get(id)?;
+            Some(blake3::hash(session.id.as_bytes()))
+        };
+        let of_path = request.uri().path().split('/').nth(1).and_then(hash_of);
+        of_path.or_else(|| session_key(None, headers).and_then(hash_of))
     }
 
     /// Opens a session for a key that an agent came with.
@@ -184,6 +202,16 @@ impl App {
             created => created,
         }
     }
+}
+
+/// Returns what names the session of a request.
+fn session_key<'a>(path: Option<&'a str>, headers: &'a HeaderMap) -> Option<&'a str> {
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let bearer = || header(header::AUTHORIZATION.as_str())?.strip_prefix("Bearer ");
+    path.or_else(|| header("x-wardian-session"))
+        .or_else(|| header("x-api-key"))
+        .or_else(bearer)
+        .map(str::trim)
 }
 
 /// Returns the proxy as a service.
@@ -327,6 +355,11 @@ async fn read_request_body(
         false => Api::Chat,
     };
     let refuse = move |error: ApiError| call::failure(api, &ProxyError::from(error));
+    if let Some(limit) = &app.rate_limit
+        && let Err(wait) = limit.admit(app.good_key(&request), &request)
+    {
+        return refuse(ApiError::TooOften { wait });
+    }
     if app.config.admin_key.is_none() && is_cross_site(&headers) {
         return refuse(ApiError::CrossSite);
     }
@@ -392,5 +425,9 @@ async fn health(State(app): State<Arc<App>>) -> (StatusCode, Json<Value>) {
 }
 
 async fn metrics_page(State(app): State<Arc<App>>) -> Response {
-    http::metrics_page(app.metrics.render(&app.sessions))
+    let mut text = app.metrics.render(&app.sessions);
+    if let Some(limit) = &app.rate_limit {
+        limit.write(&mut text);
+    }
+    http::metrics_page(text)
 }

@@ -614,6 +614,7 @@ fn tls_is_spoken_where_certificates_are_given() {
         (["--tls-key", &key], "--tls-cert"),
         (["--tls-cert", &ca], "holds no private key"),
         (["--tls-cert", "none.pem"], "none.pem"),
+        (["--rate-limit", "10"], "expected a rate such as `10/s`"),
     ] {
         let output = wardian(&[&["proxy"], &dead[..], &options].concat()).output();
         let output = output.expect("the binary starts");

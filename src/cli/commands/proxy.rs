@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use clap::Args;
 
-use super::serving::{EngineArgs, Served, TlsArgs, api_key, on_runtime, secret};
+use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime, secret};
 use super::setup;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration, require_http};
@@ -51,7 +51,7 @@ pub(in crate::cli) struct ProxyArgs {
     #[arg(long, value_name = "NAME")]
     admin_key_env: Option<String>,
     #[command(flatten)]
-    tls: TlsArgs,
+    network: NetworkArgs,
     /// Let a key or a path that names no session open one
     #[arg(long)]
     open_sessions: bool,
@@ -150,7 +150,7 @@ fn bytes(size: ByteSize) -> usize {
 
 pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
     let admin_key = api_key(args.admin_key_env.as_deref()).map_err(Failure::usage)?;
-    let tls = args.tls.read()?;
+    let tls = args.network.tls()?;
     args.engine.check()?;
     if admin_key.is_none() && !args.listen.ip().is_loopback() {
         printer.note(
@@ -161,6 +161,7 @@ pub(in crate::cli) fn run(args: &ProxyArgs, printer: &Printer) -> Outcome {
     let (backend, thread, what) = backend(args)?;
     let config = ProxyConfig {
         admin_key,
+        rate_limit: args.network.rate_limit,
         opens_sessions: args.open_sessions,
         purpose: match args.purpose {
             PurposeName::Auto => Purpose::Auto,

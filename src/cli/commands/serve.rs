@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use clap::Args;
 
 use super::serve_env::{EnvArgs, EnvironmentName};
-use super::serving::{EngineArgs, Served, TlsArgs, api_key, on_runtime};
+use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime};
 use super::setup;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration};
@@ -16,6 +16,7 @@ use crate::cli::printer::Printer;
 use crate::http::tls::ServerTls;
 use crate::http::{self, ApiKey};
 use crate::openai::{self, ServerConfig};
+use crate::openenv;
 
 /// Arguments of `wardian serve`.
 #[derive(Debug, Args)]
@@ -34,7 +35,7 @@ pub(in crate::cli) struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     api_key_env: Option<String>,
     #[command(flatten)]
-    tls: TlsArgs,
+    network: NetworkArgs,
     #[command(flatten)]
     engine: EngineArgs,
     /// Largest request
@@ -47,7 +48,7 @@ pub(in crate::cli) struct ServeArgs {
 
 pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     let api_key = api_key(args.api_key_env.as_deref()).map_err(Failure::usage)?;
-    let tls = args.tls.read()?;
+    let tls = args.network.tls()?;
     if let Some(name) = args.environment.env {
         return run_environment(args, name, api_key, tls, printer);
     }
@@ -63,6 +64,7 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
         .start(&loaded, args.served_model_name.as_deref())?;
     let config = ServerConfig {
         api_key,
+        rate_limit: args.network.rate_limit,
         max_body_bytes: usize::try_from(args.max_request_bytes.0).unwrap_or(usize::MAX),
         ..ServerConfig::default()
     };
@@ -88,7 +90,13 @@ fn run_environment(
     printer: &Printer,
 ) -> Outcome {
     let max_bytes = usize::try_from(args.max_request_bytes.0).unwrap_or(usize::MAX);
-    let server = args.environment.server(name, api_key, max_bytes, printer)?;
+    let config = openenv::ServerConfig {
+        api_key,
+        rate_limit: args.network.rate_limit,
+        max_message_bytes: max_bytes,
+        ..openenv::ServerConfig::default()
+    };
+    let server = args.environment.server(name, config, printer)?;
     on_runtime(args.listen, tls, async |listener, stop| {
         let url = listener.url().map_err(Failure::internal)?;
         printer.note(&format!(

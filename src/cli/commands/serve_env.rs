@@ -12,8 +12,7 @@ use crate::cli::failure::Failure;
 use crate::cli::printer::Printer;
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::{GradeLimits, GraderRegistry, RewardTerms};
-use crate::http::ApiKey;
-use crate::openenv::{Environment, OpenEnvError, Server, ServerConfig};
+use crate::openenv::{Environment, Mode, OpenEnvError, Server, ServerConfig};
 use crate::sandbox::{Limits, Sandbox};
 use crate::task::{TaskOptions, TaskSet};
 
@@ -27,6 +26,16 @@ pub(super) enum EnvironmentName {
     CodingEnv,
     /// The tasks of `--tasks`, with tools and a grader
     Tasks,
+}
+
+/// Which routes there are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+enum ModeName {
+    /// All
+    #[default]
+    Simulation,
+    /// All but `/reset`, `/step` and `/state`
+    Production,
 }
 
 /// Arguments of `wardian serve --env`.
@@ -44,6 +53,16 @@ pub(super) struct EnvArgs {
     /// With `--env tasks`: tool calls of an episode
     #[arg(long, value_name = "N", default_value_t = 6)]
     max_turns: usize,
+    /// With `--env`: whether there are routes that control an environment without a session
+    #[arg(
+        long,
+        value_enum,
+        value_name = "MODE",
+        ignore_case = true,
+        env = "OPENENV_MODE",
+        default_value_t
+    )]
+    mode: ModeName,
     /// With `--env`: sessions at a time
     #[arg(long, value_name = "N", default_value_t = 4096)]
     max_sessions: usize,
@@ -67,12 +86,11 @@ pub(super) struct EnvArgs {
 }
 
 impl EnvArgs {
-    /// Prepares the server of `name`.
+    /// Prepares the server of `name`; `config` has what servers of models have, too.
     pub(super) fn server(
         &self,
         name: EnvironmentName,
-        api_key: Option<ApiKey>,
-        max_message_bytes: usize,
+        config: ServerConfig,
         printer: &Printer,
     ) -> Result<Server, Failure> {
         let defaults = Limits {
@@ -118,13 +136,15 @@ impl EnvArgs {
             _ => Environment::Python { runtime, limits },
         };
         let config = ServerConfig {
+            mode: match self.mode {
+                ModeName::Simulation => Mode::Simulation,
+                ModeName::Production => Mode::Production,
+            },
             max_sessions: self.max_sessions,
-            api_key,
-            max_message_bytes,
             max_running: self.max_running_steps,
             park_after: self.park_after,
             session_timeout: self.session_timeout,
-            ..ServerConfig::default()
+            ..config
         };
         Server::new(environment, config).map_err(|error| match error {
             OpenEnvError::NoTasks { .. } => Failure::usage(error),

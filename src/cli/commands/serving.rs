@@ -17,7 +17,7 @@ use crate::chat::ToolCallFormat;
 use crate::cli::failure::Failure;
 use crate::engine::{Engine, EngineConfig, EngineHandle, PrefixCaching, available_memory};
 use crate::http::tls::{ServerTls, TlsFiles};
-use crate::http::{ApiKey, Listener};
+use crate::http::{ApiKey, Listener, Rate};
 use crate::openai::ServedModel;
 use crate::run::{Policy, RunError};
 
@@ -122,9 +122,9 @@ impl EngineArgs {
     }
 }
 
-/// How connections are secured.
+/// Who is let in, and how.
 #[derive(Debug, Args)]
-pub(super) struct TlsArgs {
+pub(super) struct NetworkArgs {
     /// Speak TLS with this certificate (PEM), followed by those between it and its root; read again when it
     /// changes
     #[arg(long, value_name = "FILE")]
@@ -135,11 +135,15 @@ pub(super) struct TlsArgs {
     /// Refuse clients without a certificate that leads to one of these roots (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
+    /// Requests of one client, by its key or else its address, such as `10/s`, `600/m` or, with as many at
+    /// once, `10/s:50`; more are told to come back (status 429) [default: no limit]
+    #[arg(long, value_name = "RATE")]
+    pub(super) rate_limit: Option<Rate>,
 }
 
-impl TlsArgs {
+impl NetworkArgs {
     /// Reads the certificate, if there is one.
-    pub(super) fn read(&self) -> Result<Option<ServerTls>, Failure> {
+    pub(super) fn tls(&self) -> Result<Option<ServerTls>, Failure> {
         let files = TlsFiles {
             certificate: self.tls_cert.clone(),
             key: self.tls_key.clone(),

@@ -416,3 +416,43 @@ async fn health_and_metrics_tell_what_there_is() {
         assert!(metrics.contains(line), "{line} is missing in {metrics}");
     }
 }
+
+#[tokio::test]
+async fn each_session_has_its_rate_and_strangers_one_together() {
+    let config = ProxyConfig {
+        admin_key: Some(ApiKey::new("admin")),
+        rate_limit: Some("2/h".parse().unwrap()),
+        ..ProxyConfig::default()
+    };
+    let app = router(backend(), config);
+    let as_admin = |request: axum::http::request::Builder| {
+        let request = request.header(header::AUTHORIZATION, "Bearer admin");
+        request.body(Body::empty()).unwrap()
+    };
+    for id in ["a", "b"] {
+        let opened = send(&app, as_admin(HttpRequest::post(format!("/sessions/{id}")))).await;
+        opened.ok();
+    }
+    let refused = send(&app, as_admin(HttpRequest::get("/sessions"))).await;
+    assert_eq!(refused.status, 429, "{}", refused.text);
+    assert_eq!(refused.json()["error"]["type"], "rate_limit_error");
+
+    let models = |key: String| HttpRequest::get("/v1/models").header("x-api-key", key);
+    for (number, status) in [200, 200, 429].into_iter().enumerate() {
+        let by_key = models("a".to_owned()).body(Body::empty()).unwrap();
+        assert_eq!(send(&app, by_key).await.status, status);
+        assert_eq!(fetch(&app, "/b/v1/models").await.status, status);
+        // What is made up is no client of its own.
+        let by_other = models(number.to_string()).body(Body::empty()).unwrap();
+        assert_eq!(send(&app, by_other).await.status, status);
+    }
+    let refused = send(&app, models("a".to_owned()).body(Body::empty()).unwrap()).await;
+    let wait: u64 = refused.headers[header::RETRY_AFTER]
+        .to_str()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!((1500..=1800).contains(&wait), "{wait}");
+    let metrics = fetch(&app, "/metrics").await.text;
+    assert!(metrics.contains("http_rate_limited_total 5\n"), "{metrics}");
+}
