@@ -7,6 +7,7 @@ mod config;
 mod engine;
 mod golden;
 mod grader;
+mod hostile_network;
 mod layering;
 mod mixture;
 mod overlap;
