@@ -8,10 +8,14 @@ use axum::extract::Request;
 use axum::http::header;
 use axum::middleware::Next;
 use axum::response::Response;
+use futures_util::StreamExt as _;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 
 /// How long a client may take to send a body.
 const SEND_WITHIN: Duration = Duration::from_secs(60);
+/// How long it may send nothing.
+const STALL_WITHIN: Duration = Duration::from_secs(5);
 
 /// Bodies up to this do not wait behind larger ones.
 const SMALL: usize = 256 << 10;
@@ -33,6 +37,9 @@ pub(crate) enum BodyError {
     /// It did not come in time.
     #[error("the request body did not come in time")]
     TooSlow,
+    /// There was no room for it in time.
+    #[error("too much is being read; try again later")]
+    Busy,
     /// It holds too much for its length.
     #[error("the request body has more than {MAX_JSON_VALUES} JSON values")]
     TooManyValues,
@@ -50,6 +57,7 @@ pub(crate) type BodyShare = Arc<OwnedSemaphorePermit>;
 pub(crate) struct Bodies {
     limit: usize,
     patience: Duration,
+    stall: Duration,
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
 }
@@ -60,6 +68,7 @@ impl Bodies {
         Self {
             limit: limit.min(u32::MAX as usize),
             patience: SEND_WITHIN,
+            stall: STALL_WITHIN,
             small: semaphore(ALL_SMALL),
             large: semaphore(limit.min(u32::MAX as usize)),
         }
@@ -94,29 +103,57 @@ impl Bodies {
             Some(length) => length,
             None => self.limit,
         };
-        let room = match bytes <= SMALL {
-            true => &self.small,
-            false => &self.large,
-        };
-        let permits = u32::try_from(bytes).expect("limits fit");
-        let share = Arc::clone(room)
-            .acquire_many_owned(permits)
-            .await
-            .expect("the semaphores are never closed");
-        let read =
-            tokio::time::timeout(self.patience, axum::body::to_bytes(body, self.limit)).await;
-        let body = match read {
-            Err(_) => return Err(BodyError::TooSlow),
-            Ok(Ok(body)) => body,
-            // An announced length is kept to.
-            Ok(Err(_)) if announced.is_none() => {
+        let (body, share) = self.gather(body, bytes).await?;
+        check_values(&body)?;
+        if let Some(share) = share {
+            parts.extensions.insert::<BodyShare>(Arc::new(share));
+        }
+        Ok(Request::from_parts(parts, Body::from(body)))
+    }
+
+    /// Reads a body of at most `bytes`. Who sends nothing has no share of what others wait for, and who has
+    /// sent little none of what large bodies wait for.
+    async fn gather(
+        &self,
+        body: Body,
+        bytes: usize,
+    ) -> Result<(Vec<u8>, Option<OwnedSemaphorePermit>), BodyError> {
+        let mut stream = body.into_data_stream();
+        let mut whole = Vec::new();
+        let mut share: Option<OwnedSemaphorePermit> = None;
+        let mut until = Instant::now() + self.patience;
+        loop {
+            let within = self
+                .stall
+                .min(until.saturating_duration_since(Instant::now()));
+            let piece = match tokio::time::timeout(within, stream.next()).await {
+                Err(_) => return Err(BodyError::TooSlow),
+                Ok(None) => return Ok((whole, share)),
+                Ok(Some(piece)) => piece.map_err(|_| BodyError::Broken)?,
+            };
+            let length = whole.len() + piece.len();
+            if length > bytes {
                 return Err(BodyError::TooLarge { limit: self.limit });
             }
-            Ok(Err(_)) => return Err(BodyError::Broken),
-        };
-        check_values(&body)?;
-        parts.extensions.insert::<BodyShare>(Arc::new(share));
-        Ok(Request::from_parts(parts, Body::from(body)))
+            // A larger one is waited for without the small one, or two could wait for each other.
+            let is_large = length > SMALL;
+            if share.is_none() || (is_large && whole.len() <= SMALL) {
+                drop(share.take());
+                let (room, most) = match is_large {
+                    true => (&self.large, bytes),
+                    false => (&self.small, bytes.min(SMALL)),
+                };
+                let permits = u32::try_from(most).expect("limits fit");
+                let asked = Instant::now();
+                let room = Arc::clone(room).acquire_many_owned(permits);
+                let room = tokio::time::timeout(self.patience, room).await;
+                let room = room.map_err(|_| BodyError::Busy)?;
+                share = Some(room.expect("the semaphores are never closed"));
+                // The client did not take this time.
+                until += asked.elapsed();
+            }
+            whole.extend_from_slice(&piece);
+        }
     }
 }
 
@@ -216,15 +253,57 @@ mod tests {
     #[tokio::test]
     async fn a_body_that_does_not_come_is_given_up_and_its_share_is_free() {
         let bodies = Bodies {
-            patience: Duration::from_millis(20),
+            stall: Duration::from_millis(20),
             ..Bodies::new(1000)
         };
         let router = router(&bodies);
-        let never = futures_util::stream::pending::<Result<Bytes, std::io::Error>>();
-        let refused = answer(&router, sent(Body::from_stream(never), Some(1000))).await;
+        let refused = answer(&router, sent(begun(""), Some(1000))).await;
         assert_eq!(refused, "the request body did not come in time");
         assert_eq!(bodies.small.available_permits(), ALL_SMALL);
         assert_eq!(answer(&router, sent("ab", Some(2))).await, "2");
+    }
+
+    /// A body that begins and then does not go on.
+    fn begun(text: impl Into<Bytes>) -> Body {
+        let text: Bytes = text.into();
+        let first = (!text.is_empty()).then_some(Ok::<_, std::io::Error>(text));
+        let first = futures_util::stream::iter(first);
+        Body::from_stream(first.chain(futures_util::stream::pending()))
+    }
+
+    #[tokio::test]
+    async fn who_sends_little_keeps_nobody_waiting() {
+        let bodies = Bodies::new(4 << 20);
+        let router = router(&bodies);
+        // As many as there is room for, silent, with a byte, and with nearly what is little.
+        let beginnings = ["".to_owned(), " ".to_owned(), " ".repeat(SMALL - 1)];
+        let mut stalled: Vec<_> = (0..12)
+            .map(|place| sent(begun(beginnings[place % 3].clone()), None))
+            .map(|request| Box::pin(answer(&router, request)))
+            .collect();
+        for answer in &mut stalled {
+            let early = tokio::time::timeout(Duration::from_millis(5), answer).await;
+            assert!(early.is_err(), "it is waited for");
+        }
+        assert_eq!(bodies.large.available_permits(), 4 << 20);
+        let large = " ".repeat(SMALL + 1);
+        assert_eq!(
+            answer(&router, sent(large, None)).await,
+            (SMALL + 1).to_string()
+        );
+        assert_eq!(answer(&router, sent("ab", Some(2))).await, "2");
+    }
+
+    #[tokio::test]
+    async fn who_finds_no_room_is_told_so() {
+        let bodies = Bodies {
+            patience: Duration::from_millis(20),
+            ..Bodies::new(4 << 20)
+        };
+        let router = router(&bodies);
+        let _all = Arc::clone(&bodies.small).acquire_many_owned(8 << 20).await;
+        let refused = answer(&router, sent("ab", Some(2))).await;
+        assert_eq!(refused, "too much is being read; try again later");
     }
 
     #[tokio::test]

@@ -60,6 +60,9 @@ pub enum ApiError {
     /// The body did not come in time.
     #[error("the request body did not come in time")]
     TooSlow,
+    /// Bodies of others take all the room that there is.
+    #[error("too much is being read; try again later")]
+    NoRoom,
     /// This client asks too often.
     #[error("this client asks too often; come back when `Retry-After` says")]
     TooOften {
@@ -107,7 +110,7 @@ impl ApiError {
             Self::TooOften { .. } | Self::Busy(BusyError::Full { .. }) => {
                 StatusCode::TOO_MANY_REQUESTS
             }
-            Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NoRoom | Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -129,7 +132,7 @@ impl ApiError {
             Self::TooOften { .. } | Self::Busy(BusyError::Full { .. }) => {
                 ("rate_limit_error", Some("rate_limit_exceeded"), None)
             }
-            Self::Busy(_) | Self::Internal { .. } => ("server_error", None, None),
+            Self::NoRoom | Self::Busy(_) | Self::Internal { .. } => ("server_error", None, None),
         };
         json!({"error": {
             "message": self.to_string(), "type": kind, "param": param, "code": code,
@@ -142,7 +145,7 @@ impl IntoResponse for ApiError {
         let mut response = (self.status(), Json(self.body())).into_response();
         let headers = response.headers_mut();
         match self {
-            Self::Busy(_) => {
+            Self::NoRoom | Self::Busy(_) => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
             }
             Self::TooOften { wait } => {
@@ -162,6 +165,7 @@ impl From<BodyError> for ApiError {
         match error {
             BodyError::TooLarge { limit } => Self::TooLarge { limit },
             BodyError::TooSlow => Self::TooSlow,
+            BodyError::Busy => Self::NoRoom,
             BodyError::TooManyValues | BodyError::Broken => Self::Invalid {
                 message: error.to_string(),
                 param: None,

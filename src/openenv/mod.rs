@@ -520,6 +520,7 @@ async fn read_body(State(app): State<Arc<App>>, request: Request, next: Next) ->
         let status = match error {
             BodyError::TooLarge { .. } | BodyError::TooManyValues => StatusCode::PAYLOAD_TOO_LARGE,
             BodyError::TooSlow => StatusCode::REQUEST_TIMEOUT,
+            BodyError::Busy => StatusCode::SERVICE_UNAVAILABLE,
             BodyError::Broken => StatusCode::BAD_REQUEST,
         };
         routes::detail(status, error.to_string())

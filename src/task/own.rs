@@ -291,8 +291,19 @@ mod tests {
             parse_row(Path::new("a"), &row).unwrap().cases[0].output,
             "4"
         );
-        row["answer"] = json!(["four", "4"]);
+        row["answer"] = json!(["4.0", "4"]);
         assert_eq!(parse_row(Path::new("a"), &row).unwrap().cases.len(), 2);
+        for (wrong, expected) in [
+            (
+                json!("four"),
+                "has an `answer` that cannot be used; give a finite number",
+            ),
+            (Value::Null, "`answer`"),
+        ] {
+            row["answer"] = wrong;
+            let error = parse_row(Path::new("a"), &row).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]
