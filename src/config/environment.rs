@@ -6,7 +6,7 @@ use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::validate::{Issues, MAX_COUNT, validate_reward};
-use super::{Curriculum, RewardAggregation, RunConfig, TaskConfig, units};
+use super::{Curriculum, RemoteConfig, RewardAggregation, RunConfig, TaskConfig, remote, units};
 use crate::grader::RewardTerms;
 use crate::task::Split;
 
@@ -20,7 +20,7 @@ pub struct EnvironmentConfig {
     /// The environment's part of the run's groups, over the sum of all weights; 1 unless given. After any
     /// number of steps it has had its part to within one group.
     pub weight: f64,
-    /// The tasks to learn from, as `task.path`; has to be given.
+    /// The tasks to learn from, as `task.path`; has to be given, unless `env.episodes` is.
     pub path: String,
     /// The split to learn from, as `task.split`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -72,6 +72,9 @@ pub struct EnvironmentConfig {
         skip_serializing_if = "Option::is_none"
     )]
     pub deadline: Option<Duration>,
+    /// A table with the keys of `[env]`: the environment is one of another server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub env: Option<RemoteConfig>,
     /// A table with the keys of `[reward]`, in place of that whole section; that unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reward: Option<RewardTerms>,
@@ -97,6 +100,7 @@ impl Default for EnvironmentConfig {
             tool_output: None,
             fuel: None,
             deadline: None,
+            env: None,
             reward: None,
         }
     }
@@ -109,6 +113,7 @@ impl EnvironmentConfig {
     pub fn alone(&self, run: &RunConfig) -> RunConfig {
         let mut config = run.clone();
         config.environments.clear();
+        config.env.clone_from(&self.env);
         let common = &run.task;
         config.task = TaskConfig {
             path: self.path.clone(),
@@ -141,6 +146,7 @@ impl EnvironmentConfig {
 /// Checks the environments of a run.
 pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
     if run.environments.is_empty() {
+        remote::validate(run, "", issues);
         return;
     }
     let task = &run.task;
@@ -158,8 +164,16 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
             "leave it out, or make it an environment of its own: `[environments]` says what is learned from",
         );
     }
+    issues.require(
+        run.env.is_none(),
+        "env",
+        run.env.as_ref().map_or("", |env| &env.url),
+        "make it the `env` of the environments that are there: `environments.NAME.env`",
+    );
     for (name, environment) in &run.environments {
         environment.validate(name, run, issues);
+        let prefix = format!("environments.{name}.");
+        remote::validate(&environment.alone(run), &prefix, issues);
     }
 }
 
@@ -180,7 +194,7 @@ impl EnvironmentConfig {
             "make it above 0, or leave the environment out",
         );
         issues.require(
-            !self.path.is_empty(),
+            !self.path.is_empty() || self.env.is_some(),
             key("path"),
             &self.path,
             "give a task file, a folder or a hub data set",

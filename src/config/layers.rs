@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize as _;
 use toml::{Table, Value};
 
-use super::{ConfigError, EnvironmentConfig, Preset, RunConfig};
+use super::{ConfigError, EnvironmentConfig, Preset, RemoteConfig, RunConfig};
 
 /// The largest run file that is read; they are a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -292,10 +292,12 @@ fn every_key() -> RunConfig {
         tool_output: Some(bytesize::ByteSize(0)),
         fuel: Some(1),
         deadline: Some(std::time::Duration::ZERO),
+        env: Some(every_key_of_remote()),
         reward: Some(crate::grader::RewardTerms::default()),
         ..EnvironmentConfig::default()
     };
     config.environments = [("NAME".to_owned(), environment)].into();
+    config.env = Some(every_key_of_remote());
     config.model.revision = Some(String::new());
     config.model.adapter = Some(String::new());
     config.log.http = Some(String::new());
@@ -317,6 +319,15 @@ fn every_key() -> RunConfig {
     config.trainer.overlong_limit = Some(1);
     config.eval.limit = Some(1);
     config
+}
+
+fn every_key_of_remote() -> RemoteConfig {
+    RemoteConfig {
+        episodes: Some(2),
+        action_field: Some(String::new()),
+        observation: Some(String::new()),
+        ..RemoteConfig::default()
+    }
 }
 
 /// What TRL's `GRPOConfig` calls some keys.
@@ -396,7 +407,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 12);
+        assert_eq!(json.as_object().unwrap().len(), 13);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! key paths.
 //!
 //! A run is described by one TOML file, `run.toml`, and read with [`RunConfig::load`]. Every key has
-//! a default except `model.path` and `task.path`; a [`Preset`] replaces defaults, and
+//! a default except `model.path` and `task.path`, or `env.episodes` in its place; a [`Preset`] replaces defaults, and
 //! `--set section.key=value` replaces single keys. In place of `task.path` a run may name several
 //! [environments](EnvironmentConfig).
 //! Unknown keys are refused with the nearest known one, and [`RunConfig::validate`] reports all
@@ -16,6 +16,7 @@ mod environment;
 mod error;
 mod layers;
 mod preset;
+mod remote;
 mod units;
 mod validate;
 
@@ -35,6 +36,7 @@ pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
 pub use layers::sets_name_environments;
 pub use preset::Preset;
+pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule};
 
 /// Everything that a run is made of.
 ///
@@ -64,6 +66,10 @@ pub struct RunConfig {
     pub model: ModelConfig,
     /// What it is asked to solve.
     pub task: TaskConfig,
+    /// Environments of another server, in which the policy acts instead of in those here; none unless given.
+    /// One of several environments has it as a table of its own, `environments.NAME.env`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub env: Option<RemoteConfig>,
     /// Several environments in place of `task.path`, each with tasks, a weight and settings of its own.
     /// The groups of the run's steps are divided among them by their weights. The ids of an environment's
     /// tasks begin with its name and a slash, `reward/NAME`, `pass_rate/NAME` and `groups/NAME` in

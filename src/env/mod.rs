@@ -7,7 +7,8 @@
 //! no reward at all.
 //!
 //! [`ToolEnvironment`] is the environment of program tasks: `run_python` runs a draft in a fresh
-//! sandbox, `submit_solution` ends the episode with a grade from another instance.
+//! sandbox, `submit_solution` ends the episode with a grade from another instance. Environments of other
+//! servers are in `openenv::client`.
 
 mod error;
 mod text;
@@ -22,6 +23,7 @@ use crate::chat::{Message, ParsedTurn, ToolSpec};
 
 pub use self::error::EnvError;
 pub use self::text::describe_outcome;
+pub(crate) use self::text::{head_and_tail, last_code_block};
 pub use self::tools::{
     RUN_PYTHON, ToolEnvironment, ToolEnvironmentConfig, is_submission, run_python_tool,
 };
@@ -76,12 +78,21 @@ pub struct EpisodeStats {
 
 /// One episode of one task.
 pub trait Environment: Send {
+    /// Begins what [`Environment::reset`] waits for, where that is done elsewhere. It is called for all
+    /// episodes that begin together before the first of them is reset, so that they wait together.
+    fn prepare(&mut self) {}
+
     /// Begins the episode and returns the opening messages.
     ///
     /// # Errors
     ///
     /// Fails only where the environment failed: there was no policy yet.
     fn reset(&mut self) -> Result<Vec<Message>, EnvError>;
+
+    /// Returns whether its steps wait for work that is done elsewhere, rather than do it here.
+    fn waits(&self) -> bool {
+        false
+    }
 
     /// Returns the tools to describe to the model.
     fn tools(&self) -> &[ToolSpec];

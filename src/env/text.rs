@@ -5,7 +5,7 @@ use crate::sandbox::{ExecOutcome, Exit};
 /// Returns `text` cut to `limit` characters, keeping its head and its tail.
 ///
 /// A traceback's last line and a program's first lines both matter, so the middle goes.
-pub(super) fn head_and_tail(text: &str, limit: usize) -> String {
+pub(crate) fn head_and_tail(text: &str, limit: usize) -> String {
     let count = text.chars().count();
     if count <= limit {
         return text.to_owned();
@@ -21,7 +21,7 @@ pub(super) fn head_and_tail(text: &str, limit: usize) -> String {
 /// Returns the content of the last fenced block that is Python or names no language.
 ///
 /// A block that the text's end cuts off counts only where there is no whole one.
-pub(super) fn last_code_block(text: &str) -> Option<String> {
+pub(crate) fn last_code_block(text: &str) -> Option<String> {
     let (mut whole, mut cut_off) = (None, None);
     let mut lines = text.lines();
     while let Some(line) = lines.next() {

@@ -12,7 +12,10 @@
 //! - **A fault of ours** is an error frame, never an observation.
 //!
 //! What differs from OpenEnv's own server is in `docs/openenv.md`.
+//!
+//! [`client`] is the other side: environments of other servers.
 
+pub mod client;
 mod coding;
 mod gym;
 mod interpreter;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::agent::{Episode, SampledTurn};
 use super::paused::{OpenTurn, Origin, PausedEpisode, PausedGroup};
-use super::tools::spawn_tools;
+use super::tools::{spawn_tools, spawn_waiting};
 use super::{RolloutError, RolloutGroup, derive_seed};
 use crate::chat::{ChatTemplate, Message, RenderOptions, ToolCallFormat, ToolSpec};
 use crate::engine::{
@@ -48,6 +48,15 @@ pub struct GroupRequest {
     pub max_new_tokens: Option<usize>,
     /// One environment a sample.
     pub environments: Vec<Box<dyn Environment>>,
+}
+
+impl GroupRequest {
+    /// Lets all environments begin with what their resets wait for.
+    fn prepare(&mut self) {
+        for environment in &mut self.environments {
+            environment.prepare();
+        }
+    }
 }
 
 impl std::fmt::Debug for GroupRequest {
@@ -242,6 +251,8 @@ impl<'a> Collector<'a> {
     ) -> Result<(Vec<RolloutGroup>, CollectorStats), RolloutError> {
         let started = Instant::now();
         let mut all = Collection::default();
+        let mut requests = requests;
+        requests.iter_mut().for_each(GroupRequest::prepare);
         for request in requests {
             self.start_group(request, seed, usize::MAX, &mut all)?;
         }
@@ -269,6 +280,8 @@ impl<'a> Collector<'a> {
             groups: carried,
             ..Collection::default()
         };
+        let mut requests = requests;
+        (requests.iter_mut()).for_each(|(request, _)| request.prepare());
         let mut requests = Some(requests);
         for round in 0.. {
             for group in 0..all.groups.len() {
@@ -637,11 +650,17 @@ impl<'a> Collector<'a> {
             finish: finished.finish_reason,
             seconds,
         };
-        spawn_tools(move || {
+        let waits = running.episode.environment().waits();
+        let run = move || {
             let messages = running.episode.take_turn(&turn);
             // The receiver is gone only when the collection failed; then nobody waits.
             let _ = sender.send((id, running, messages));
-        });
+        };
+        if waits {
+            spawn_waiting(run);
+        } else {
+            spawn_tools(run);
+        }
         Ok(())
     }
 

@@ -8,6 +8,7 @@ use crate::config::ConfigError;
 use crate::engine::EngineError;
 use crate::engine::model::ModelError;
 use crate::hub::HubError;
+use crate::openenv::client::ClientError;
 use crate::rollout::RolloutError;
 use crate::task::TaskError;
 use crate::trainer::TrainerError;
@@ -80,6 +81,18 @@ pub enum RunError {
         /// Why.
         source: Box<Self>,
     },
+    /// An environment elsewhere is acted on by tools, and the policy is told of none.
+    #[error(
+        "the environment at `{url}` is acted on by tools, of which the policy is not told: use a model whose \
+         chat template knows tools, or an environment whose actions are text (`env.actions = \"text\"`)"
+    )]
+    NoTools {
+        /// Where the environment is.
+        url: String,
+    },
+    /// An environment elsewhere cannot be used.
+    #[error(transparent)]
+    Remote(#[from] ClientError),
     /// The model has no chat template, so it cannot hold a conversation.
     #[error(
         "`{path}` has no chat template; use an instruct model, or add `chat_template` to its `tokenizer_config.json`"
@@ -377,6 +390,8 @@ impl RunError {
             | Self::NoTasks { .. }
             | Self::MemoryBudget { .. }
             | Self::OneTask { .. }
+            | Self::NoTools { .. }
+            | Self::Remote(_)
             | Self::PausedTask { .. }
             | Self::PausedTogether { .. }
             | Self::NotHeldOut { .. }

@@ -87,7 +87,8 @@ fn measure_share(
     let mut scores = Vec::with_capacity(tasks.len());
     let mut reason = None;
     let mut done = 0;
-    for chunk in tasks.chunks((EPISODES_AT_ONCE / samples).max(1)) {
+    let at_once = workbench.episodes_at_once(EPISODES_AT_ONCE);
+    for chunk in tasks.chunks((at_once / samples).max(1)) {
         let requests = chunk
             .iter()
             .map(|task| workbench.group(task, samples, seed, 0))

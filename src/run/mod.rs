@@ -19,6 +19,7 @@ mod mix;
 mod policy;
 mod ranks;
 mod rejection;
+mod remote;
 mod scored;
 mod sft;
 mod sinks;

@@ -12,9 +12,7 @@ use super::{Observer, Policy, RunError, RunEvent, Workbench};
 use crate::chat::Message;
 use crate::collective::Solo;
 use crate::config::RunConfig;
-use crate::env::ToolEnvironment;
 use crate::eval::EvalReport;
-use crate::grader::SubmissionKind;
 use crate::rollout::trace_demonstration;
 use crate::trainer::{
     AdamW, AdamWConfig, LrSchedule, PlanRequest, ScheduleKind, SftConfig, SftTrainer, TrainerError,
@@ -96,11 +94,7 @@ pub fn demonstration_traces(
     policy: &Policy,
     workbench: &Workbench,
 ) -> Result<Vec<TokenTrace>, RunError> {
-    let tools = if workbench.uses_tools() {
-        ToolEnvironment::tool_specs(SubmissionKind::Code)
-    } else {
-        Vec::new()
-    };
+    let tools = workbench.demonstrated_tools();
     let mut traces = Vec::with_capacity(demonstrations.len());
     for (index, messages) in demonstrations.iter().enumerate() {
         let trace = trace_demonstration(

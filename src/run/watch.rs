@@ -48,8 +48,8 @@ impl Kind {
                  is not the one its `generation_config.json` names"
             }
             Self::Unscorable => {
-                "the sandbox or the grader fails: the episodes in `rollouts/` say why; deadlines are \
-                 missed where the machine is overloaded (raise `sandbox.deadline`, \
+                "the sandbox, the grader or the server of `[env]` fails: the episodes in `rollouts/` say \
+                 why; deadlines are missed where the machine is overloaded (raise `sandbox.deadline`, \
                  `sandbox.grade_deadline` and `rollout.deadline`, lower `rollout.groups_per_step`)"
             }
             Self::Collapse => {

@@ -8,8 +8,9 @@ use std::time::Duration;
 use super::RunError;
 use super::mix::{environment_of, of_each_environment};
 use super::policy::Policy;
-use crate::chat::{RenderOptions, ToolCallFormat};
-use crate::config::{EnvironmentConfig, RunConfig, TaskConfig};
+use super::remote::RemoteSetting;
+use crate::chat::{RenderOptions, ToolCallFormat, ToolSpec};
+use crate::config::{EnvironmentConfig, RunConfig};
 use crate::engine::{SamplingParams, ThinkingBudget};
 use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
@@ -39,6 +40,8 @@ pub struct Workbench {
     thinking: Option<ThinkingBudget>,
     tool_call_format: Option<ToolCallFormat>,
     deadline: Option<Duration>,
+    /// Episodes of a step.
+    max_episodes: usize,
 }
 
 /// How the episodes of some tasks go.
@@ -48,10 +51,12 @@ struct Setting {
     /// For tasks that ask for a text.
     text: Arc<ToolEnvironmentConfig>,
     max_new_tokens: usize,
+    /// Where they go on elsewhere.
+    remote: Option<RemoteSetting>,
 }
 
 impl Setting {
-    fn new(config: &RunConfig, knows_tools: bool, offers_tools: bool) -> Self {
+    fn new(config: &RunConfig, knows_tools: bool, offers_tools: bool) -> Result<Self, RunError> {
         let system_prompt = match &config.rollout.system_prompt {
             Some(prompt) => Some(prompt.clone()),
             // An agent has its own.
@@ -72,11 +77,12 @@ impl Setting {
             system_prompt: config.rollout.system_prompt.clone(),
             ..code.clone()
         };
-        Self {
+        Ok(Self {
             code: Arc::new(code),
             text: Arc::new(text),
             max_new_tokens: config.rollout.max_new_tokens,
-        }
+            remote: RemoteSetting::connect(config, knows_tools && offers_tools)?,
+        })
     }
 }
 
@@ -85,7 +91,8 @@ impl Workbench {
     ///
     /// # Errors
     ///
-    /// Fails where reasoning is limited and the model has no token that ends it.
+    /// Fails where reasoning is limited and the model has no token that ends it, or where an environment
+    /// elsewhere cannot be used.
     pub fn new(
         config: &RunConfig,
         policy: &Policy,
@@ -97,30 +104,38 @@ impl Workbench {
             .max_thinking_tokens
             .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
             .transpose()?;
-        let mut workbench = Self::for_endpoint(config, policy.knows_tools(), sandbox, grader);
+        let mut workbench = Self::for_endpoint(config, policy.knows_tools(), sandbox, grader)?;
         workbench.stop_token_ids.clone_from(&policy.stop_token_ids);
         workbench.thinking = thinking;
         Ok(workbench)
     }
 
     /// Puts together what `config` asks for, for a model elsewhere, which is given tools or not.
-    #[must_use]
+    ///
+    /// # Errors
+    ///
+    /// Fails where an environment elsewhere cannot be used.
     pub fn for_endpoint(
         config: &RunConfig,
         use_tools: bool,
         sandbox: Arc<dyn Sandbox>,
         grader: Arc<dyn Grader>,
-    ) -> Self {
+    ) -> Result<Self, RunError> {
         let setting = |(name, environment): (&String, &EnvironmentConfig)| {
             let alone = environment.alone(config);
             let setting = Setting::new(&alone, use_tools, environment.tools);
-            (name.clone(), setting)
+            let setting = setting.map_err(|source| RunError::Environment {
+                name: name.clone(),
+                source: Box::new(source),
+            })?;
+            Ok((name.clone(), setting))
         };
-        Self {
+        let environments = config.environments.iter().map(setting);
+        Ok(Self {
             sandbox,
             grader,
-            setting: Setting::new(config, use_tools, true),
-            environments: config.environments.iter().map(setting).collect(),
+            setting: Setting::new(config, use_tools, true)?,
+            environments: environments.collect::<Result<_, RunError>>()?,
             render: RenderOptions {
                 enable_thinking: Some(config.rollout.enable_thinking),
                 ..RenderOptions::default()
@@ -132,6 +147,18 @@ impl Workbench {
             thinking: None,
             tool_call_format: config.rollout.tool_call_format,
             deadline: config.rollout.deadline,
+            max_episodes: config.rollout.group_size * config.rollout.groups_per_step,
+        })
+    }
+
+    /// Returns how many episodes a measurement may have at one time: each of an environment elsewhere
+    /// has a session there, for which a server that has room for a step's needs no more.
+    #[must_use]
+    pub fn episodes_at_once(&self, most: usize) -> usize {
+        let mut settings = self.environments.values().chain([&self.setting]);
+        match settings.any(|setting| setting.remote.is_some()) {
+            true => most.min(self.max_episodes),
+            false => most,
         }
     }
 
@@ -165,10 +192,14 @@ impl Workbench {
         &self.render
     }
 
-    /// Returns whether the tools are given to the chat template.
+    /// Returns the tools that a policy is told of in what is demonstrated to it.
     #[must_use]
-    pub fn uses_tools(&self) -> bool {
-        self.use_tools
+    pub fn demonstrated_tools(&self) -> Vec<ToolSpec> {
+        match &self.setting.remote {
+            _ if !self.use_tools => Vec::new(),
+            Some(remote) => remote.tools().to_vec(),
+            None => ToolEnvironment::tool_specs(SubmissionKind::Code),
+        }
     }
 
     /// Returns `samples` fresh episodes of `task`, which was met `visit` times before in the collection;
@@ -185,6 +216,14 @@ impl Workbench {
         let setting = environment_of(&task.id)
             .and_then(|name| self.environments.get(name))
             .unwrap_or(&self.setting);
+        if let Some(remote) = &setting.remote {
+            return GroupRequest {
+                task_id: task.id.clone(),
+                visit,
+                max_new_tokens: Some(setting.max_new_tokens),
+                environments: remote.episodes(&task, samples, seed, visit),
+            };
+        }
         let config = match task.submission_kind() {
             SubmissionKind::Code => &setting.code,
             SubmissionKind::Text => &setting.text,
@@ -237,7 +276,7 @@ pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     };
     let mut tasks = match divided(config)? {
         Some((training, _)) => training,
-        None => open(&task.path, "task.path", split, task)?,
+        None => open(&task.path, "task.path", split, config)?,
     };
     if let Some(limit) = task.limit {
         tasks.truncate(limit);
@@ -276,7 +315,7 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     };
     let mut tasks = match divided(config)? {
         Some((_, held_out)) => held_out,
-        None => open(path, key, split, task)?,
+        None => open(path, key, split, config)?,
     };
     if let Some(limit) = config.eval.limit {
         tasks.truncate(limit);
@@ -284,17 +323,21 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     Ok(tasks)
 }
 
-/// Divides the tasks of one file that names no splits, or returns `None` where there are splits:
+/// Divides the tasks of one file that names no splits, or the episodes of an environment elsewhere, or returns `None` where there are splits:
 /// asked for, in a folder, or MBPP's by its ids.
 fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
     let task = &config.task;
+    if let Some((env, episodes)) = (config.env.as_ref()).and_then(|env| Some((env, env.episodes?)))
+    {
+        return Ok(Some(TaskSet::of_seeds(&env.url, episodes).divide()));
+    }
     let path = Path::new(&task.path);
     let names_splits =
         task.split.is_some() || task.eval_split.is_some() || task.eval_path.is_some();
     if names_splits || !path.is_file() {
         return Ok(None);
     }
-    let all = TaskSet::open_with(path, &task_options(task, None)?)?;
+    let all = TaskSet::open_with(path, &task_options(config, None)?)?;
     let splits = all.tasks().iter().map(|task| Split::of_mbpp(&task.id));
     let has = |split| splits.clone().any(|found| found == Some(split));
     if has(Split::Train) && has(Split::Test) {
@@ -313,7 +356,7 @@ fn open(
     path: &str,
     key: &'static str,
     split: Option<Split>,
-    config: &TaskConfig,
+    config: &RunConfig,
 ) -> Result<TaskSet, RunError> {
     if path.is_empty() {
         return Err(RunError::NoTasks { key });
@@ -327,15 +370,13 @@ fn open(
 }
 
 /// Returns how the run reads its tasks.
-fn task_options(config: &TaskConfig, split: Option<Split>) -> Result<TaskOptions, TaskError> {
+fn task_options(config: &RunConfig, split: Option<Split>) -> Result<TaskOptions, TaskError> {
+    let task = &config.task;
     Ok(TaskOptions {
         split,
-        visible_tests: config.visible_tests,
-        challenge_tests: config.challenge_tests,
-        grader: config
-            .grader
-            .as_deref()
-            .map(GraderChoice::read)
-            .transpose()?,
+        visible_tests: task.visible_tests,
+        challenge_tests: task.challenge_tests,
+        grader: task.grader.as_deref().map(GraderChoice::read).transpose()?,
+        remote: config.env.as_ref().map(|env| env.url.clone()),
     })
 }

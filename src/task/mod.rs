@@ -19,6 +19,8 @@
 //! | `LiveCodeBench` | `public_test_cases` | `stdio` or `calls` |
 //! | GSM8K | `question` and `answer` | `numeric` |
 //! | one's own | `grader` | the one named |
+//!
+//! Rows for an environment elsewhere ([`TaskOptions::remote`]) have no schema: they say how it is reset.
 
 mod answers;
 mod contest;
@@ -29,6 +31,7 @@ mod json_text;
 mod mbpp;
 mod own;
 mod python;
+mod remote;
 mod rows;
 mod schema;
 mod set;
@@ -45,6 +48,7 @@ use crate::grader::{
 };
 
 pub use error::TaskError;
+pub use remote::ResetRow;
 pub use set::{TaskRow, TaskSet, epoch_order};
 pub use source::{Split, TaskSource};
 pub use validation::{Finding, FindingKind, TaskReport, validate};
@@ -60,6 +64,9 @@ pub struct TaskOptions {
     pub challenge_tests: bool,
     /// What grades every task, in place of what its row says.
     pub grader: Option<GraderChoice>,
+    /// The address of an environment elsewhere that the rows are for, which rewards: they have prompts and
+    /// arguments of its reset, and nothing that grades.
+    pub remote: Option<String>,
 }
 
 /// What grades a task.

@@ -5,7 +5,9 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::fields::Fields;
-use super::{GraderChoice, Task, TaskError, TaskOptions, answers, contest, humaneval, mbpp, own};
+use super::{
+    GraderChoice, Task, TaskError, TaskOptions, answers, contest, humaneval, mbpp, own, remote,
+};
 
 /// Reads one row of any known schema.
 ///
@@ -19,6 +21,9 @@ pub(super) fn parse(
     options: &TaskOptions,
 ) -> Result<Task, TaskError> {
     let fields = Fields::new(path, row, map);
+    if let Some(url) = &options.remote {
+        return remote::parse(fields, url);
+    }
     let named = fields.optional_text("grader")?.map(GraderChoice::Name);
     if let Some(grader) = options.grader.as_ref().or(named.as_ref()) {
         return own::parse(fields, grader, options);

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use rand::seq::SliceRandom as _;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng as _;
+use serde_json::Value;
 
 use super::rows::read_rows;
 use super::{Split, Task, TaskError, TaskOptions, schema};
@@ -114,6 +115,19 @@ impl TaskSet {
             });
         }
         Ok(rows)
+    }
+
+    /// Returns so many tasks of the environment at `url`, at least one, that differ in their resets' seeds,
+    /// from 0.
+    #[must_use]
+    pub fn of_seeds(url: &str, count: u32) -> Self {
+        let task = |seed: u32| {
+            let arguments = [("seed".to_owned(), Value::from(seed))];
+            Task::for_remote(url, seed.to_string(), &[], &arguments.into_iter().collect())
+        };
+        Self {
+            tasks: (0..count.max(1)).map(task).collect(),
+        }
     }
 
     /// Returns how many tasks there are; never zero.

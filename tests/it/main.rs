@@ -13,6 +13,7 @@ mod mixture;
 mod overlap;
 mod parallel;
 mod proxy;
+mod remote;
 mod reward_attacks;
 mod run;
 mod run_file_page;

@@ -18,9 +18,10 @@ The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 3] = [
+const SOURCES: [&str; 4] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
+    "src/config/remote.rs",
     "src/grader/reward.rs",
 ];
 
@@ -131,7 +132,7 @@ fn page() -> String {
             let named = kind.strip_prefix("BTreeMap<String, ");
             match named.and_then(|kind| kind.strip_suffix('>')) {
                 Some(kind) => (format!("{name}.NAME"), kind, documentation),
-                None => (name.clone(), kind.as_str(), documentation),
+                None => (name.clone(), given(kind), documentation),
             }
         })
         .partition(|(_, kind, _)| known.contains_key(*kind));
@@ -143,6 +144,14 @@ fn page() -> String {
         write_section(&mut page, &known, &section, kind, documentation);
     }
     page
+}
+
+/// Returns the type of what is given, where it need not be.
+fn given(kind: &str) -> &str {
+    let inner = kind.strip_prefix("Option<");
+    inner
+        .and_then(|inner| inner.strip_suffix('>'))
+        .unwrap_or(kind)
 }
 
 /// Writes a section's keys, and then the sections in it.
@@ -161,11 +170,11 @@ fn write_section(
     .expect("a string takes all");
     // What has a section already is not written once more.
     let of_the_file = &known["RunConfig"].members;
-    let is_of_the_file = |kind: &str| of_the_file.iter().any(|(_, of, _)| of == kind);
+    let is_of_the_file = |kind: &str| of_the_file.iter().any(|(_, of, _)| given(of) == kind);
     let mut inner_sections = Vec::new();
     for (name, kind, documentation) in &known[kind].members {
         write!(page, "| `{name}` | {}", plain(documentation)).expect("a string takes all");
-        let inner = kind.trim_start_matches("Option<").trim_end_matches('>');
+        let inner = given(kind);
         match known.get(inner) {
             Some(choice) if choice.is_enum => {
                 for (variant, _, documentation) in &choice.members {

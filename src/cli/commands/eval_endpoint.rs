@@ -187,7 +187,7 @@ pub(super) fn measure(
     let endpoint = args.config(url, model, &config)?;
     let tasks = evaluation_tasks(&config).map_err(Failure::from)?;
     let model = endpoint.upstream.model.clone().unwrap_or_default();
-    let asked = json!({
+    let mut asked = json!({
         "model": model,
         "tasks": config.task.eval_path.as_ref().unwrap_or(&config.task.path),
         "seed": config.seed,
@@ -199,6 +199,9 @@ pub(super) fn measure(
         "tools": endpoint.use_tools,
         "extra": endpoint.extra,
     });
+    if let Some(env) = &config.env {
+        asked["environment"] = json!({"url": env.url, "episodes": env.episodes});
+    }
     let mut results = match (&args.out, asked.as_object()) {
         (Some(path), Some(asked)) => ResultsFile::open(path, asked)?,
         _ => ResultsFile::in_memory(),
@@ -210,7 +213,8 @@ pub(super) fn measure(
         endpoint.use_tools,
         sandboxes.tools,
         Arc::new(graders),
-    );
+    )
+    .map_err(Failure::from)?;
     let seed = CollectionSeed {
         run: config.seed,
         purpose: "eval",

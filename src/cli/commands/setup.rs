@@ -74,10 +74,10 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
     };
     let mut config = config.map_err(Failure::usage)?;
     let names: Vec<&str> = config.environments.keys().map(String::as_str).collect();
-    let tasks = if names.is_empty() {
-        config.task.path.clone()
-    } else {
-        names.join("+")
+    let tasks = match &config.env {
+        _ if !names.is_empty() => names.join("+"),
+        Some(env) if config.task.path.is_empty() => env.url.replace(':', "-"),
+        _ => config.task.path.clone(),
     };
     let name = [&config.model.path, &tasks].map(|path| {
         path.trim_end_matches('/')

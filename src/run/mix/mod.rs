@@ -171,7 +171,9 @@ impl Mix {
                 ..
             } = task;
             let prompt = prompt.trim();
-            serde_json::json!([prompt, setup, tests, cases]).to_string()
+            // Tasks of environments elsewhere differ in where those are and in how they are reset.
+            let remote = task.reset_row().map(|_| &task.options);
+            serde_json::json!([prompt, setup, tests, cases, remote]).to_string()
         } else {
             task.id.clone()
         }

@@ -1,0 +1,297 @@
+//! Environments of other servers.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use super::validate::Issues;
+use super::{RewardAggregation, RunConfig, units};
+
+/// The longest wait that a run file may ask for.
+const MAX_WAIT: Duration = Duration::from_hours(24);
+
+/// Environments of another server, in place of the sandbox and its graders: a session of it for each episode
+/// at a time (docs/openenv.md). Its episodes are those of `task.path`, JSON Lines with a `prompt` in each row
+/// whose other fields are given to the reset, or `episodes` of them. It rewards: `[reward]` and `[sandbox]` say
+/// nothing about it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RemoteConfig {
+    /// Which protocol the server speaks; `openenv` unless given.
+    pub kind: RemoteKind,
+    /// Its address, `http://HOST:PORT`, up to and without `/ws`; has to be given.
+    pub url: String,
+    /// Headers of every connection; none unless given. In their values `{slot}` is the number of the
+    /// rollout's slot, from 0, and any other `{NAME}` the environment variable of that name, which is where
+    /// tokens belong.
+    pub headers: BTreeMap<String, String>,
+    /// In place of `task.path`, so many different episodes, told apart by the seeds of their resets, which
+    /// open with what the reset says; none unless given. A fifth of them is held out to measure on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub episodes: Option<u32>,
+    /// How the policy's turns become actions; `auto` unless given.
+    pub actions: ActionStyle,
+    /// The field of an action that takes the text of a turn; the only one that can unless given. Of a field
+    /// `code` only the turn's last block of code is sent, where it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub action_field: Option<String>,
+    /// The field of an observation that the policy is shown; what a program printed, the `instruction`, the
+    /// only text, or all of it as JSON unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub observation: Option<String>,
+    /// Which reward of an episode's steps is the episode's; `last` unless given. One that never had any has 0.
+    pub reward: RewardRule,
+    /// The reward from which an episode counts as passed, in pass rates; 1 unless given.
+    pub pass_reward: f64,
+    /// The longest that connecting may take; 10s unless given.
+    #[serde(with = "units::duration")]
+    pub connect_timeout: Duration,
+    /// The longest that a reset may take; 1m unless given.
+    #[serde(with = "units::duration")]
+    pub reset_timeout: Duration,
+    /// The longest that a step may take; 1m unless given.
+    #[serde(with = "units::duration")]
+    pub step_timeout: Duration,
+    /// How long a connection is tried again that cannot be made, or that the server or a router has no room
+    /// for; 1m unless given. Steps are never tried again.
+    #[serde(with = "units::duration")]
+    pub retry_timeout: Duration,
+    /// The largest message that is read; 8MiB unless given.
+    #[serde(with = "units::byte_size")]
+    pub max_message_size: ByteSize,
+}
+
+impl Default for RemoteConfig {
+    fn default() -> Self {
+        Self {
+            kind: RemoteKind::OpenEnv,
+            url: String::new(),
+            headers: BTreeMap::new(),
+            episodes: None,
+            actions: ActionStyle::Auto,
+            action_field: None,
+            observation: None,
+            reward: RewardRule::Last,
+            pass_reward: 1.0,
+            connect_timeout: Duration::from_secs(10),
+            reset_timeout: Duration::from_mins(1),
+            step_timeout: Duration::from_mins(1),
+            retry_timeout: Duration::from_mins(1),
+            max_message_size: ByteSize::mib(8),
+        }
+    }
+}
+
+/// Which protocol a server speaks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RemoteKind {
+    /// That of OpenEnv 0.10.
+    #[default]
+    OpenEnv,
+}
+
+/// How the policy's turns become actions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ActionStyle {
+    /// By tools where the environment lists some, as text where its actions are one text, else by one tool,
+    /// `step`, with the fields of an action as its arguments.
+    #[default]
+    Auto,
+    /// As text: each turn is an action, until the environment ends the episode or `rollout.max_turns` does.
+    Text,
+    /// By tools, those that are listed or `step`: a turn that calls none ends the episode, as in TRL.
+    Tools,
+}
+
+/// Which reward of an episode's steps is the episode's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RewardRule {
+    /// The last, which is what TRL's examples take.
+    #[default]
+    Last,
+    /// All together.
+    Sum,
+}
+
+/// Checks what a run says of an environment elsewhere, and with it; `run` has that environment alone, and its
+/// keys begin with `prefix`.
+pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
+    let Some(env) = &run.env else { return };
+    let key = |key: &str| format!("{prefix}env.{key}");
+    let schemes = ["http://", "https://", "ws://", "wss://"];
+    issues.require(
+        schemes.iter().any(|scheme| env.url.starts_with(scheme)),
+        key("url"),
+        &env.url,
+        "give the server's address, such as `http://127.0.0.1:8000`",
+    );
+    issues.require(
+        env.episodes.is_none_or(|episodes| episodes >= 2),
+        key("episodes"),
+        env.episodes.unwrap_or_default(),
+        "make it at least 2: one of them is held out to measure on",
+    );
+    let tasks = &run.task;
+    issues.require(
+        env.episodes.is_some() || !tasks.path.is_empty(),
+        key("episodes"),
+        "not given",
+        "give it, or a `path` of JSON Lines with prompts",
+    );
+    issues.require(
+        env.episodes.is_none() || (tasks.path.is_empty() && tasks.eval_path.is_none()),
+        key("episodes"),
+        env.episodes.unwrap_or_default(),
+        "leave it out, or the paths of tasks: both say what the episodes are",
+    );
+    issues.require(
+        env.pass_reward.is_finite(),
+        key("pass_reward"),
+        env.pass_reward,
+        "make it a number",
+    );
+    for (name, wait) in [
+        ("connect_timeout", env.connect_timeout),
+        ("reset_timeout", env.reset_timeout),
+        ("step_timeout", env.step_timeout),
+    ] {
+        issues.require(
+            (Duration::from_millis(1)..=MAX_WAIT).contains(&wait),
+            key(name),
+            format!("{wait:?}"),
+            "make it from 1ms to 24h",
+        );
+    }
+    issues.require(
+        env.retry_timeout <= MAX_WAIT,
+        key("retry_timeout"),
+        format!("{:?}", env.retry_timeout),
+        "make it at most 24h",
+    );
+    issues.require(
+        (ByteSize::kib(1)..=ByteSize::gib(1)).contains(&env.max_message_size),
+        key("max_message_size"),
+        env.max_message_size,
+        "make it from 1KiB to 1GiB: so much is held for each session",
+    );
+    issues.require(
+        run.rollout.agent.is_none(),
+        key("url"),
+        &env.url,
+        "leave out `rollout.agent`: a program has tools of its own, and acts in no environment elsewhere",
+    );
+    issues.require(
+        run.trainer.reward_aggregation == RewardAggregation::Sum,
+        key("reward"),
+        "a single number",
+        "make `trainer.reward_aggregation` \"sum\": a reward from elsewhere has no parts",
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ConfigError;
+
+    fn issues(text: &str) -> Vec<(String, String)> {
+        let text = format!("model.path = 'm'\n{text}");
+        match RunConfig::from_toml::<&str>(&text, &[]) {
+            Err(ConfigError::Invalid { issues }) => (issues.into_iter())
+                .map(|issue| (issue.key, issue.remedy))
+                .collect(),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn an_environment_elsewhere_reads_back_alone_and_among_others() {
+        let alone = "model.path = 'm'\n[env]\nkind = 'openenv'\nurl = 'http://x'\nepisodes = 2\n\
+                     reward = 'sum'\nstep_timeout = '90s'\nheaders = { a = '{slot}' }";
+        let among = "model.path = 'm'\nenvironments.a.env = { url = 'ws://x', episodes = 9 }\n\
+                     environments.b.path = 't'\nenvironments.b.env.url = 'http://y'\n\
+                     environments.c.path = 't'";
+        for text in [alone, among] {
+            let config = RunConfig::from_toml::<&str>(text, &[]).unwrap();
+            let again = RunConfig::from_toml::<&str>(&config.to_toml().unwrap(), &[]).unwrap();
+            assert_eq!(config, again);
+        }
+        let config = RunConfig::from_toml::<&str>(alone, &[]).unwrap();
+        let env = config.env.unwrap();
+        assert_eq!(env.headers["a"], "{slot}");
+        assert_eq!(
+            (env.reward, env.step_timeout.as_secs()),
+            (RewardRule::Sum, 90)
+        );
+        let config = RunConfig::from_toml(among, &["environments.a.env.episodes=7"]).unwrap();
+        assert_eq!(
+            config.environments["a"].env.as_ref().unwrap().episodes,
+            Some(7)
+        );
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named_with_its_key() {
+        for (text, key, remedy) in [
+            (
+                "env.url = 'http://x'",
+                "env.episodes",
+                "JSON Lines with prompts",
+            ),
+            ("env.episodes = 3", "env.url", "such as `http://"),
+            (
+                "env = { url = 'x:1', episodes = 3 }",
+                "env.url",
+                "such as `http://",
+            ),
+            (
+                "env = { url = 'http://x', episodes = 1 }",
+                "env.episodes",
+                "at least 2",
+            ),
+            (
+                "task.path = 't'\nenv = { url = 'http://x', episodes = 3 }",
+                "env.episodes",
+                "both say what the episodes are",
+            ),
+            (
+                "task.path = 't'\nenv = { url = 'http://x', step_timeout = '0s' }",
+                "env.step_timeout",
+                "from 1ms",
+            ),
+            (
+                "task.path = 't'\nenv = { url = 'http://x', max_message_size = '2GiB' }",
+                "env.max_message_size",
+                "to 1GiB",
+            ),
+            (
+                "task.path = 't'\nenv.url = 'http://x'\nrollout.agent.command = ['a']",
+                "env.url",
+                "leave out `rollout.agent`",
+            ),
+            (
+                "task.path = 't'\nenv.url = 'http://x'\ntrainer.reward_aggregation = 'gdpo'",
+                "env.reward",
+                "has no parts",
+            ),
+            (
+                "env = { url = 'http://x', episodes = 3 }\nenvironments.a.path = 't'",
+                "env",
+                "`environments.NAME.env`",
+            ),
+            (
+                "environments.a.env = { url = 'http://x' }",
+                "environments.a.env.episodes",
+                "JSON Lines with prompts",
+            ),
+        ] {
+            let found = issues(text);
+            let is_there = |(found, text): &(String, String)| found == key && text.contains(remedy);
+            assert!(found.iter().any(is_there), "{text}: {found:?}");
+        }
+    }
+}
