@@ -324,6 +324,11 @@ fn every_key() -> RunConfig {
 fn every_key_of_remote() -> RemoteConfig {
     RemoteConfig {
         episodes: Some(2),
+        tls: Some(super::TlsConfig {
+            ca: Some(std::path::PathBuf::new()),
+            certificate: Some(std::path::PathBuf::new()),
+            key: Some(std::path::PathBuf::new()),
+        }),
         action_field: Some(String::new()),
         observation: Some(String::new()),
         ..RemoteConfig::default()

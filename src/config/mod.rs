@@ -36,7 +36,7 @@ pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
 pub use layers::sets_name_environments;
 pub use preset::Preset;
-pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule};
+pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule, TlsConfig};
 
 /// Everything that a run is made of.
 ///

@@ -1,6 +1,7 @@
 //! Environments of other servers.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytesize::ByteSize;
@@ -21,12 +22,16 @@ const MAX_WAIT: Duration = Duration::from_hours(24);
 pub struct RemoteConfig {
     /// Which protocol the server speaks; `openenv` unless given.
     pub kind: RemoteKind,
-    /// Its address, `http://HOST:PORT`, up to and without `/ws`; has to be given.
+    /// Its address, `http://HOST:PORT` or `https://HOST:PORT`, up to and without `/ws`; has to be given.
     pub url: String,
     /// Headers of every connection; none unless given. In their values `{slot}` is the number of the
     /// rollout's slot, from 0, and any other `{NAME}` the environment variable of that name, which is where
     /// tokens belong.
     pub headers: BTreeMap<String, String>,
+    /// Certificates, where the address begins with `https://`; the roots of the web are trusted and none is
+    /// shown unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
     /// In place of `task.path`, so many different episodes, told apart by the seeds of their resets, which
     /// open with what the reset says; none unless given. A fifth of them is held out to measure on.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -69,6 +74,7 @@ impl Default for RemoteConfig {
             kind: RemoteKind::OpenEnv,
             url: String::new(),
             headers: BTreeMap::new(),
+            tls: None,
             episodes: None,
             actions: ActionStyle::Auto,
             action_field: None,
@@ -82,6 +88,21 @@ impl Default for RemoteConfig {
             max_message_size: ByteSize::mib(8),
         }
     }
+}
+
+/// Files of certificates, in PEM. They are read again when they change.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsConfig {
+    /// The roots that the server's certificate must lead to; those of the web unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ca: Option<PathBuf>,
+    /// The certificate to show to the server; none unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<PathBuf>,
+    /// Its private key; in the same file unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key: Option<PathBuf>,
 }
 
 /// Which protocol a server speaks.
@@ -129,6 +150,13 @@ pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
         key("url"),
         &env.url,
         "give the server's address, such as `http://127.0.0.1:8000`",
+    );
+    let is_secure = env.url.starts_with("https://") || env.url.starts_with("wss://");
+    issues.require(
+        is_secure || env.tls.is_none(),
+        key("tls"),
+        "a table",
+        "leave it out, or give an address that begins with `https://`",
     );
     issues.require(
         env.episodes.is_none_or(|episodes| episodes >= 2),
@@ -212,7 +240,7 @@ mod tests {
     fn an_environment_elsewhere_reads_back_alone_and_among_others() {
         let alone = "model.path = 'm'\n[env]\nkind = 'openenv'\nurl = 'http://x'\nepisodes = 2\n\
                      reward = 'sum'\nstep_timeout = '90s'\nheaders = { a = '{slot}' }";
-        let among = "model.path = 'm'\nenvironments.a.env = { url = 'ws://x', episodes = 9 }\n\
+        let among = "model.path = 'm'\nenvironments.a.env = { url = 'wss://x', episodes = 9, tls.ca = 'ca.pem' }\n\
                      environments.b.path = 't'\nenvironments.b.env.url = 'http://y'\n\
                      environments.c.path = 't'";
         for text in [alone, among] {
@@ -257,6 +285,11 @@ mod tests {
                 "task.path = 't'\nenv = { url = 'http://x', episodes = 3 }",
                 "env.episodes",
                 "both say what the episodes are",
+            ),
+            (
+                "task.path = 't'\nenv = { url = 'http://x', tls.ca = 'ca.pem' }",
+                "env.tls",
+                "begins with `https://`",
             ),
             (
                 "task.path = 't'\nenv = { url = 'http://x', step_timeout = '0s' }",

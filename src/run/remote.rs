@@ -8,6 +8,7 @@ use super::RunError;
 use crate::chat::{Message, ToolSpec};
 use crate::config::{self, RunConfig};
 use crate::env::Environment;
+use crate::http::tls::TlsFiles;
 use crate::openenv::client::{self, EpisodeSettings, Opening, Remote};
 use crate::rollout::CollectionSeed;
 use crate::task::{ResetRow, Task};
@@ -100,6 +101,14 @@ fn client_config(env: &config::RemoteConfig) -> client::RemoteConfig {
     let config::RemoteKind::OpenEnv = env.kind;
     client::RemoteConfig {
         headers: env.headers.clone(),
+        tls: match &env.tls {
+            None => TlsFiles::default(),
+            Some(tls) => TlsFiles {
+                certificate: tls.certificate.clone(),
+                key: tls.key.clone(),
+                ca: tls.ca.clone(),
+            },
+        },
         actions: match env.actions {
             config::ActionStyle::Auto => client::ActionStyle::Auto,
             config::ActionStyle::Text => client::ActionStyle::Text,

@@ -173,7 +173,19 @@ fn name_from_anywhere(config: &mut RunConfig) {
     }
     let mounts = config.rollout.agent.iter_mut();
     let mounts = mounts.flat_map(|agent| &mut agent.mounts);
-    for path in config.sandbox.wheels.iter_mut().chain(mounts) {
+    let environments = config.environments.values_mut();
+    let elsewhere = environments.filter_map(|environment| environment.env.as_mut());
+    let certificates = (config.env.iter_mut().chain(elsewhere))
+        .filter_map(|env| env.tls.as_mut())
+        .flat_map(|tls| [&mut tls.ca, &mut tls.certificate, &mut tls.key])
+        .flatten();
+    for path in config
+        .sandbox
+        .wheels
+        .iter_mut()
+        .chain(mounts)
+        .chain(certificates)
+    {
         if let Ok(absolute) = std::path::absolute(&*path) {
             *path = absolute;
         }

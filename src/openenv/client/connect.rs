@@ -1,5 +1,6 @@
 //! Connections to a server: the one place where they are made, over TCP or TLS.
 
+use std::error::Error as _;
 use std::io;
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 use super::frames::{read_json, shortened};
 use super::{ClientError, Fault, RemoteConfig};
 use crate::http::asked_pause;
+use crate::http::tls::ClientTls;
 
 /// What a router says where an actor has moved between being found and being reached.
 const STALE: &str = "x-ate-assignment-stale";
@@ -43,7 +45,8 @@ pub(super) type Socket = WebSocketStream<Box<dyn Stream>>;
 pub(super) struct Endpoint {
     /// As it was given.
     url: String,
-    is_secure: bool,
+    /// Where connections are secured.
+    tls: Option<ClientTls>,
     authority: Authority,
     host: String,
     port: u16,
@@ -78,16 +81,17 @@ impl Endpoint {
         if uri.query().is_some() {
             return Err(wrong("with a query, which is not sent; leave it out"));
         }
-        if is_secure {
+        if !is_secure && !config.tls.is_empty() {
             return Err(wrong(
-                "and there is no TLS here: reach it without, as behind a proxy on this machine",
+                "and `env.tls` is for addresses that begin with `https://` or `wss://`",
             ));
         }
+        let tls = is_secure.then(|| ClientTls::new(config.tls.clone()));
         let host = authority.host().trim_matches(['[', ']']).to_owned();
         let path = uri.path().trim_end_matches('/');
         let endpoint = Self {
             url: config.url.clone(),
-            is_secure,
+            tls: tls.transpose()?,
             host,
             port: authority
                 .port_u16()
@@ -126,21 +130,28 @@ impl Endpoint {
         Ok(headers)
     }
 
-    /// Connects, within the time for it.
+    /// Connects, within the time for it; over TLS where the address asks for it.
     async fn dial(&self) -> Result<Box<dyn Stream>, Fault> {
         let connecting = async {
-            let stream = TcpStream::connect((self.host.as_str(), self.port)).await?;
+            let stream = TcpStream::connect((self.host.as_str(), self.port)).await;
+            let stream = stream.map_err(Fault::of_io)?;
             // Frames are small, and each is waited for.
-            stream.set_nodelay(true)?;
-            secured(stream, &self.host, self.is_secure).await
+            stream.set_nodelay(true).map_err(Fault::of_io)?;
+            let stream: Box<dyn Stream> = match &self.tls {
+                None => Box::new(stream),
+                Some(tls) => {
+                    let secured = tls.connect(&self.host, stream).await;
+                    Box::new(secured.map_err(Fault::of_tls)?)
+                }
+            };
+            Ok(stream)
         };
-        match timeout(self.connect_timeout, connecting).await {
-            Ok(Ok(stream)) => Ok(stream),
-            Ok(Err(source)) => Err(Fault::Unreachable { source }),
-            Err(_) => Err(Fault::ConnectTimeout {
-                limit: self.connect_timeout,
-            }),
-        }
+        let late = |_| Fault::ConnectTimeout {
+            limit: self.connect_timeout,
+        };
+        timeout(self.connect_timeout, connecting)
+            .await
+            .map_err(late)?
     }
 
     /// Opens a WebSocket for a slot, in one try.
@@ -174,7 +185,7 @@ impl Endpoint {
                     source: io::ErrorKind::UnexpectedEof.into(),
                 })
             }
-            Ok(Err(SocketError::Io(source))) => Err(Fault::Unreachable { source }),
+            Ok(Err(SocketError::Io(error))) => Err(Fault::of_io(error)),
             Ok(Err(error)) => Err(self.broken(error)),
             Err(_) => Err(Fault::ConnectTimeout {
                 limit: self.connect_timeout,
@@ -205,8 +216,10 @@ impl Endpoint {
         path: &str,
         body: Option<&Value>,
     ) -> Result<Value, Fault> {
-        let broken = |error: hyper::Error| Fault::Unreachable {
-            source: io::Error::other(error),
+        let broken = |error: hyper::Error| {
+            let kind = error.source().and_then(|cause| cause.downcast_ref());
+            let kind = kind.map_or(io::ErrorKind::Other, io::Error::kind);
+            Fault::of_io(io::Error::new(kind, error))
         };
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
@@ -243,14 +256,6 @@ impl Endpoint {
         }
         read_json(&body.map_err(|_| Fault::TooLarge { limit })?)
     }
-}
-
-/// Puts TLS around a connection where the address asks for it.
-async fn secured(stream: TcpStream, host: &str, is_secure: bool) -> io::Result<Box<dyn Stream>> {
-    if is_secure {
-        return Err(io::Error::other(format!("there is no TLS to `{host}`")));
-    }
-    Ok(Box::new(stream))
 }
 
 /// Returns the fault of an answer with another status than was expected.

@@ -6,6 +6,8 @@ use std::time::Duration;
 use tokio_tungstenite::tungstenite;
 use tokio_tungstenite::tungstenite::error::ProtocolError;
 
+use crate::http::tls::TlsError;
+
 /// An environment elsewhere that cannot be used, or a session of it that failed. Never what a policy did.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -25,6 +27,13 @@ pub enum ClientError {
         name: String,
         /// What is wrong with it.
         reason: String,
+    },
+    /// Certificates cannot be used.
+    #[error("the files of `env.tls` cannot be used")]
+    Tls {
+        /// What is wrong with them.
+        #[from]
+        source: TlsError,
     },
     /// The threads for connections cannot be started.
     #[error("the threads for the environment's connections could not be started")]
@@ -86,6 +95,13 @@ pub enum Fault {
         /// The operating system's answer.
         #[source]
         source: io::Error,
+    },
+    /// There is no trust: one side has refused the other's certificate, or speaks no TLS.
+    #[error("no secure connection is to be had (`env.tls`)")]
+    Untrusted {
+        /// Why not.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// There is no connection in time.
     #[error("it could not be reached within {limit:?} (`env.connect_timeout`)")]
@@ -229,6 +245,31 @@ impl Fault {
     pub(super) fn leaves_session(&self) -> bool {
         let ends = ["SESSION_ERROR", "CAPACITY_REACHED", "FACTORY_ERROR"];
         matches!(self, Self::Said { code, .. } if !ends.contains(&code.as_str()))
+    }
+
+    /// Returns what a connection failed with before anything was answered.
+    pub(super) fn of_io(error: io::Error) -> Self {
+        // So tokio-rustls passes on what one side has against the other's certificate, which it will have
+        // against it again.
+        if error.kind() == io::ErrorKind::InvalidData {
+            return Self::Untrusted {
+                source: Box::new(error),
+            };
+        }
+        Self::Unreachable { source: error }
+    }
+
+    /// Returns what a handshake of TLS failed with.
+    pub(super) fn of_tls(error: TlsError) -> Self {
+        match error {
+            TlsError::Handshake { source, .. } if source.kind() != io::ErrorKind::InvalidData => {
+                Self::Unreachable { source }
+            }
+            TlsError::Late { limit, .. } => Self::ConnectTimeout { limit },
+            error => Self::Untrusted {
+                source: Box::new(error),
+            },
+        }
     }
 
     /// Returns what a WebSocket failed with.

@@ -42,6 +42,7 @@ use self::session::{FAREWELL, Session};
 use self::slots::Slots;
 use crate::chat::ToolSpec;
 use crate::env::{EnvError, Environment};
+use crate::http::tls::TlsFiles;
 
 pub use self::environment::{EpisodeSettings, Opening, RemoteEnvironment};
 pub use self::error::{ClientError, Fault};
@@ -77,6 +78,8 @@ pub struct RemoteConfig {
     /// Headers of every connection. `{slot}` in a value is the number of the rollout's slot, any other
     /// `{NAME}` the environment variable of that name.
     pub headers: BTreeMap<String, String>,
+    /// Whom it trusts and what it shows, where the address is `https://` or `wss://`.
+    pub tls: TlsFiles,
     /// How turns become actions.
     pub actions: ActionStyle,
     /// The field of an action that takes the text of a turn; the only one that can unless given.
@@ -106,6 +109,7 @@ impl RemoteConfig {
         Self {
             url: url.into(),
             headers: BTreeMap::new(),
+            tls: TlsFiles::default(),
             actions: ActionStyle::Auto,
             action_field: None,
             observation: None,

@@ -4,6 +4,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use axum::extract::ws::{self, WebSocketUpgrade};
+use axum::routing::get;
+use axum::{Json, Router};
 use futures_util::{SinkExt as _, StreamExt as _};
 use serde_json::{Map, Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -16,6 +19,9 @@ use super::*;
 use crate::causes::with_causes;
 use crate::chat::{Message, ParsedTurn, ToolCall};
 use crate::env::{EpisodeStatus, StepResult};
+use crate::http::Listener;
+use crate::http::tls::ServerTls;
+use crate::http::tls::tests_support::{Authority, Folder};
 
 /// What the server does with a connection.
 enum Door {
@@ -711,6 +717,87 @@ fn an_environment_that_says_nothing_needs_a_prompt() {
     assert_eq!(given.reset().unwrap(), [Message::user("Go.")]);
 }
 
+/// A server over TLS that asks for a certificate: who shows one is served, others are refused at once.
+#[test]
+fn connections_are_secured_and_show_a_certificate() {
+    let (root, clients, folder) = (Authority::new(), Authority::new(), Folder::new());
+    let files = TlsFiles {
+        certificate: Some(folder.bundle("server.pem", &root.issue("127.0.0.1"))),
+        key: None,
+        ca: Some(folder.write("clients.pem", &clients.pem())),
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let tcp = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
+    let url = format!("https://{}", tcp.local_addr().unwrap());
+    let answer = async |upgrade: WebSocketUpgrade| {
+        upgrade.on_upgrade(async |mut socket| {
+            while let Some(Ok(message)) = socket.recv().await {
+                if let ws::Message::Text(_) = message {
+                    let text = observed("Secure.", Some(1.0), true);
+                    let _ = socket.send(ws::Message::Text(text.into())).await;
+                }
+            }
+        })
+    };
+    let router = Router::new()
+        .route("/schema", get(async || Json(text_schema())))
+        .route("/ws", get(answer));
+    let listener = Listener::new(tcp, Some(ServerTls::new(files).unwrap()));
+    let never = std::future::pending();
+    runtime.spawn(crate::http::serve(listener, router, never, Duration::ZERO));
+
+    let shown = folder.bundle("trainer.pem", &clients.issue("trainer"));
+    let config = |certificate| RemoteConfig {
+        tls: TlsFiles {
+            certificate,
+            ..folder.trusting(&root)
+        },
+        ..RemoteConfig::new(&url)
+    };
+    let remote = Remote::connect(config(Some(shown))).unwrap();
+    let mut secured = episode(&remote);
+    assert_eq!(secured.reset().unwrap(), [Message::user("Secure.")]);
+    assert_eq!(say(&mut secured, "x").unwrap().reward, Some(1.0));
+
+    let begun = Instant::now();
+    for (config, expected) in [
+        (config(None), "CertificateRequired"),
+        (RemoteConfig::new(&url), "UnknownIssuer"),
+    ] {
+        let reason = with_causes(&Remote::connect(config).unwrap_err());
+        assert!(
+            reason.contains(expected) && reason.contains("`env.tls`"),
+            "{reason}"
+        );
+    }
+    assert!(
+        begun.elapsed() < Duration::from_secs(20),
+        "it was not tried again"
+    );
+    for (url, ca, expected) in [
+        (&*url, folder.write("empty.pem", ""), "holds no certificate"),
+        (
+            "http://x",
+            folder.path("clients.pem"),
+            "`env.tls` is for addresses",
+        ),
+    ] {
+        let config = RemoteConfig {
+            tls: TlsFiles {
+                ca: Some(ca),
+                ..TlsFiles::default()
+            },
+            ..RemoteConfig::new(url)
+        };
+        let reason = with_causes(&Remote::connect(config).unwrap_err());
+        assert!(reason.contains(expected), "{reason}");
+    }
+}
+
 #[test]
 fn addresses_and_headers_are_checked_before_anything_is_sent() {
     let refused = |config: RemoteConfig| Remote::connect(config).unwrap_err().to_string();
@@ -719,8 +806,6 @@ fn addresses_and_headers_are_checked_before_anything_is_sent() {
         ("ftp://x", "does not begin with"),
         ("http://me:secret@x", "with a user in it"),
         ("http://x/?a=b", "with a query"),
-        ("https://x", "no TLS"),
-        ("wss://x", "no TLS"),
     ] {
         let reason = refused(RemoteConfig::new(url));
         assert!(reason.contains(expected), "{url}: {reason}");
