@@ -158,7 +158,7 @@ mod tests {
         let text: Vec<String> = rows.iter().map(Value::to_string).collect();
         fs_err::write(&path, text.join("\n")).unwrap();
         let options = TaskOptions {
-            remote: Some("http://x".to_owned()),
+            remote: true,
             ..TaskOptions::default()
         };
         let tasks = TaskSet::open_with(&path, &options).unwrap();
@@ -180,7 +180,7 @@ mod tests {
 
     #[test]
     fn seeds_make_episodes_of_their_own() {
-        let (learned, measured) = TaskSet::of_seeds("http://x", 10).divide();
+        let (learned, measured) = TaskSet::of_seeds(10).divide();
         assert_eq!((learned.len(), measured.len()), (8, 2));
         let tasks = learned.tasks().iter().chain(measured.tasks());
         let mut seeds: Vec<u64> = tasks

@@ -327,9 +327,8 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
 /// asked for, in a folder, or MBPP's by its ids.
 fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
     let task = &config.task;
-    if let Some((env, episodes)) = (config.env.as_ref()).and_then(|env| Some((env, env.episodes?)))
-    {
-        return Ok(Some(TaskSet::of_seeds(&env.url, episodes).divide()));
+    if let Some(episodes) = config.env.as_ref().and_then(|env| env.episodes) {
+        return Ok(Some(TaskSet::of_seeds(episodes).divide()));
     }
     let path = Path::new(&task.path);
     let names_splits =
@@ -377,6 +376,6 @@ fn task_options(config: &RunConfig, split: Option<Split>) -> Result<TaskOptions,
         visible_tests: task.visible_tests,
         challenge_tests: task.challenge_tests,
         grader: task.grader.as_deref().map(GraderChoice::read).transpose()?,
-        remote: config.env.as_ref().map(|env| env.url.clone()),
+        remote: config.env.is_some(),
     })
 }

@@ -64,9 +64,9 @@ pub struct TaskOptions {
     pub challenge_tests: bool,
     /// What grades every task, in place of what its row says.
     pub grader: Option<GraderChoice>,
-    /// The address of an environment elsewhere that the rows are for, which rewards: they have prompts and
-    /// arguments of its reset, and nothing that grades.
-    pub remote: Option<String>,
+    /// Whether the rows are for an environment elsewhere, which rewards: they have prompts and arguments of
+    /// its reset, and nothing that grades.
+    pub remote: bool,
 }
 
 /// What grades a task.

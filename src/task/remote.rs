@@ -38,16 +38,15 @@ impl Task {
         })
     }
 
-    /// Makes a task for the environment at `url`.
+    /// Makes a task for an environment elsewhere.
     pub(super) fn for_remote(
-        url: &str,
         id: String,
         messages: &[Value],
         arguments: &Map<String, Value>,
     ) -> Self {
         let text = |message: &Value| Some(message.get("content")?.as_str()?.to_owned());
         let prompt: Vec<String> = messages.iter().filter_map(text).collect();
-        let options = json!({"url": url, "messages": messages, "arguments": arguments});
+        let options = json!({"messages": messages, "arguments": arguments});
         Self {
             id,
             prompt: prompt.join("\n\n"),
@@ -66,7 +65,7 @@ impl Task {
 /// # Errors
 ///
 /// Fails when the prompt is neither a text nor messages.
-pub(super) fn parse(fields: Fields<'_>, url: &str) -> Result<Task, TaskError> {
+pub(super) fn parse(fields: Fields<'_>) -> Result<Task, TaskError> {
     let messages = match fields.value("prompt") {
         None => Vec::new(),
         Some(Value::String(text)) if text.trim().is_empty() => return Err(fields.empty("prompt")),
@@ -80,7 +79,7 @@ pub(super) fn parse(fields: Fields<'_>, url: &str) -> Result<Task, TaskError> {
     let id = fields.id_or_row("task_id")?;
     let mut arguments = fields.all().clone();
     arguments.shift_remove("prompt");
-    Ok(Task::for_remote(url, id, &messages, &arguments))
+    Ok(Task::for_remote(id, &messages, &arguments))
 }
 
 fn is_message(message: &Value) -> bool {
@@ -96,7 +95,7 @@ mod tests {
 
     fn read(row: &Value) -> Result<Task, TaskError> {
         let row = row.as_object().unwrap();
-        parse(Fields::new(Path::new("a.jsonl"), 3, row), "http://x")
+        parse(Fields::new(Path::new("a.jsonl"), 3, row))
     }
 
     #[test]

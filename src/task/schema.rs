@@ -21,8 +21,8 @@ pub(super) fn parse(
     options: &TaskOptions,
 ) -> Result<Task, TaskError> {
     let fields = Fields::new(path, row, map);
-    if let Some(url) = &options.remote {
-        return remote::parse(fields, url);
+    if options.remote {
+        return remote::parse(fields);
     }
     let named = fields.optional_text("grader")?.map(GraderChoice::Name);
     if let Some(grader) = options.grader.as_ref().or(named.as_ref()) {

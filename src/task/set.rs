@@ -117,13 +117,13 @@ impl TaskSet {
         Ok(rows)
     }
 
-    /// Returns so many tasks of the environment at `url`, at least one, that differ in their resets' seeds,
+    /// Returns so many tasks of an environment elsewhere, at least one, that differ in their resets' seeds,
     /// from 0.
     #[must_use]
-    pub fn of_seeds(url: &str, count: u32) -> Self {
+    pub fn of_seeds(count: u32) -> Self {
         let task = |seed: u32| {
             let arguments = [("seed".to_owned(), Value::from(seed))];
-            Task::for_remote(url, seed.to_string(), &[], &arguments.into_iter().collect())
+            Task::for_remote(seed.to_string(), &[], &arguments.into_iter().collect())
         };
         Self {
             tasks: (0..count.max(1)).map(task).collect(),

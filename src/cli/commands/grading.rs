@@ -45,7 +45,7 @@ impl GradingArgs {
             visible_tests,
             challenge_tests: self.challenge_tests,
             grader: grader.map_err(Failure::usage)?,
-            remote: None,
+            remote: false,
         })
     }
 

@@ -28,6 +28,8 @@ struct Member {
 pub(super) struct Mix {
     seed: u64,
     members: Vec<Member>,
+    /// Where the environments of other servers are, by name.
+    urls: BTreeMap<String, String>,
     division: Division,
 }
 
@@ -58,9 +60,17 @@ impl Mix {
             });
             weights.push(1.0);
         }
+        let urls = config
+            .environments
+            .iter()
+            .filter_map(|(name, environment)| {
+                let env = environment.env.as_ref()?;
+                Some((name.clone(), env.url.clone()))
+            });
         Ok(Self {
             seed: config.seed,
             members,
+            urls: urls.collect(),
             division: Division::new(&weights),
         })
     }
@@ -172,7 +182,10 @@ impl Mix {
             } = task;
             let prompt = prompt.trim();
             // Tasks of environments elsewhere differ in where those are and in how they are reset.
-            let remote = task.reset_row().map(|_| &task.options);
+            let remote = task.reset_row().map(|_| {
+                let url = environment_of(&task.id).and_then(|name| self.urls.get(name));
+                (url, &task.options)
+            });
             serde_json::json!([prompt, setup, tests, cases, remote]).to_string()
         } else {
             task.id.clone()

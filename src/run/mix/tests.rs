@@ -209,6 +209,26 @@ fn what_one_environment_learns_no_other_measures() {
 }
 
 #[test]
+fn episodes_elsewhere_are_known_by_where_and_how_they_begin() {
+    let check = |url: &str, episodes: u32| {
+        let text = format!(
+            "model.path = 'm'\n\
+             environments.a.env = {{ url = 'http://x', episodes = 5 }}\n\
+             environments.b.env = {{ url = '{url}', episodes = {episodes} }}"
+        );
+        let config = RunConfig::from_toml::<&str>(&text, &[]).unwrap();
+        let held_out = super::super::evaluation_tasks(&config).unwrap();
+        let checked = Mix::open(&config).unwrap().check_held_out(&held_out);
+        checked.map_err(|error| error.to_string())
+    };
+    // As many are divided alike; of others some are learned from here and measured on there.
+    assert_eq!(check("http://x", 5), Ok(()));
+    let message = check("http://x", 40).unwrap_err();
+    assert!(message.contains("is learned from, as `"), "{message}");
+    assert_eq!(check("http://y", 40), Ok(()));
+}
+
+#[test]
 fn an_environment_without_tasks_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let empty = file(folder.path(), "empty.jsonl", 0..0);
