@@ -92,7 +92,7 @@ pub enum RunError {
     },
     /// An environment elsewhere cannot be used.
     #[error(transparent)]
-    Remote(#[from] ClientError),
+    Remote(Box<ClientError>),
     /// The model has no chat template, so it cannot hold a conversation.
     #[error(
         "`{path}` has no chat template; use an instruct model, or add `chat_template` to its `tokenizer_config.json`"
@@ -353,6 +353,12 @@ pub enum RunError {
     /// The resolved configuration cannot be written.
     #[error("the configuration cannot be written as TOML")]
     Toml(#[from] toml::ser::Error),
+}
+
+impl From<ClientError> for RunError {
+    fn from(error: ClientError) -> Self {
+        Self::Remote(Box::new(error))
+    }
 }
 
 impl RunError {
