@@ -3,6 +3,7 @@
 //! A run flows in one direction: [`task`] → [`rollout`] → [`sandbox`] and [`engine`] → [`grader`]
 //! → [`trainer`] → run folder.
 
+pub mod actor;
 mod causes;
 pub mod chat;
 pub mod cli;

@@ -14,6 +14,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("chat", &[]),
     ("http", &["causes"]),
     ("collective", &[]),
+    ("actor", &["causes"]),
     ("sandbox", &["causes"]),
     ("engine", &["hub"]),
     ("grader", &["causes", "sandbox"]),

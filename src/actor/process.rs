@@ -1,0 +1,260 @@
+//! Programs of the host that act for an actor: each has an input, a bounded output and an end.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::Captured;
+
+/// Time between looks at whether it has ended.
+const POLL: Duration = Duration::from_millis(2);
+/// How long output may stay open once the program has ended: what it left behind may hold it.
+const DRAIN: Duration = Duration::from_millis(200);
+/// How long it may take to end once what it waits for was killed.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// How a program of the host ended.
+#[derive(Debug)]
+pub(super) struct Finished {
+    /// None if it had to be killed.
+    pub(super) status: Option<ExitStatus>,
+    /// Whether its time was over.
+    pub(super) timed_out: bool,
+    pub(super) stdout: Captured,
+    pub(super) stderr: Captured,
+}
+
+impl Finished {
+    /// Whether it ended by itself, in time, with 0.
+    pub(super) fn is_success(&self) -> bool {
+        !self.timed_out && self.status.is_some_and(|status| status.success())
+    }
+}
+
+/// Runs `command` with `stdin`. Once `timeout` is over, `kill` is called, which should end it, and soon
+/// after it is killed with its process group.
+///
+/// # Errors
+///
+/// Fails where it cannot be started.
+pub(super) fn run(
+    command: &mut Command,
+    stdin: &[u8],
+    timeout: Duration,
+    max_output: usize,
+    kill: impl FnOnce(),
+) -> std::io::Result<Finished> {
+    let input = match stdin {
+        [] => Stdio::null(),
+        _ => Stdio::piped(),
+    };
+    let mut child = Running(
+        command
+            .process_group(0)
+            .stdin(input)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?,
+    );
+    let stdout = Stream::read(child.0.stdout.take(), max_output);
+    let stderr = Stream::read(child.0.stderr.take(), max_output);
+    if let Some(mut pipe) = child.0.stdin.take() {
+        let bytes = stdin.to_vec();
+        // Who does not read it to its end has its reasons.
+        std::thread::spawn(move || pipe.write_all(&bytes));
+    }
+    let mut status = wait(&mut child.0, timeout)?;
+    let timed_out = status.is_none();
+    if timed_out {
+        kill();
+        status = wait(&mut child.0, GRACE)?;
+    }
+    drop(child);
+    let until = Instant::now() + DRAIN;
+    Ok(Finished {
+        status,
+        timed_out,
+        stdout: stdout.finish(until),
+        stderr: stderr.finish(until),
+    })
+}
+
+fn wait(child: &mut Child, timeout: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let until = Instant::now() + timeout;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= until {
+            return Ok(None);
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// A process that ends, with its group, when nobody waits for it any more.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Once it was waited for, its number may be another's.
+        if let Ok(None) = self.0.try_wait() {
+            if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
+                let _ = kill_process_group(group, Signal::KILL);
+            }
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// A stream that is read on a thread of its own for as long as it is open.
+struct Stream {
+    kept: Arc<Mutex<Kept>>,
+    reader: JoinHandle<()>,
+}
+
+struct Kept {
+    head: Vec<u8>,
+    tail: VecDeque<u8>,
+    dropped: u64,
+    max: usize,
+}
+
+impl Kept {
+    /// Keeps `bytes`: the first half of what may be kept for ever, of the rest the end.
+    fn add(&mut self, bytes: &[u8]) {
+        let room = (self.max / 2).saturating_sub(self.head.len());
+        let (first, rest) = bytes.split_at(room.min(bytes.len()));
+        self.head.extend_from_slice(first);
+        self.tail.extend(rest);
+        let surplus = self.tail.len().saturating_sub(self.max - self.max / 2);
+        self.tail.drain(..surplus);
+        self.dropped += surplus as u64;
+    }
+}
+
+impl Stream {
+    fn read(stream: Option<impl Read + Send + 'static>, max: usize) -> Self {
+        let kept = Arc::new(Mutex::new(Kept {
+            head: Vec::new(),
+            tail: VecDeque::new(),
+            dropped: 0,
+            max,
+        }));
+        let writer = Arc::clone(&kept);
+        let reader = std::thread::spawn(move || {
+            let Some(mut stream) = stream else { return };
+            let mut buffer = [0; 64 << 10];
+            loop {
+                match stream.read(&mut buffer) {
+                    Ok(0) => return,
+                    Ok(read) => {
+                        let mut kept = writer.lock().unwrap_or_else(PoisonError::into_inner);
+                        kept.add(&buffer[..read]);
+                    }
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Err(_) => return,
+                }
+            }
+        });
+        Self { kept, reader }
+    }
+
+    /// Returns what was kept once the stream has ended, or at `until`; what comes then is thrown away.
+    fn finish(self, until: Instant) -> Captured {
+        while !self.reader.is_finished() && Instant::now() < until {
+            std::thread::sleep(POLL);
+        }
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut head, mut tail) = (
+            std::mem::take(&mut kept.head),
+            Vec::from(std::mem::take(&mut kept.tail)),
+        );
+        kept.max = 0;
+        if kept.dropped == 0 {
+            head.append(&mut tail);
+        }
+        Captured {
+            head,
+            dropped: kept.dropped,
+            tail,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn sh(script: &str, stdin: &[u8], timeout: Duration, max: usize) -> Finished {
+        run(Command::new("sh").args(["-c", script]), stdin, timeout, max, || ()).unwrap()
+    }
+
+    #[test]
+    fn input_and_both_outputs_are_carried() {
+        let finished = sh("cat; echo no >&2; exit 3", b"hello", LONG, 100);
+        assert_eq!(finished.status.unwrap().code(), Some(3));
+        assert_eq!(finished.stdout.text(), "hello");
+        assert_eq!(finished.stderr.text(), "no\n");
+        assert!(!finished.timed_out && !finished.stdout.is_truncated());
+    }
+
+    #[test]
+    fn input_that_nobody_reads_is_no_trouble() {
+        let finished = sh("exit 0", &vec![0; 1 << 20], LONG, 100);
+        assert!(finished.is_success());
+    }
+
+    #[test]
+    fn output_is_cut_in_the_middle() {
+        let finished = sh("printf 0123456789; printf abcdefghij", b"", LONG, 10);
+        let expected = Captured {
+            head: b"01234".to_vec(),
+            dropped: 10,
+            tail: b"fghij".to_vec(),
+        };
+        assert_eq!(finished.stdout, expected);
+        assert_eq!(expected.text(), "01234\n[10 bytes left out]\nfghij");
+        let finished = sh("printf 0123456789", b"", LONG, 10);
+        assert_eq!(finished.stdout.head, b"0123456789");
+    }
+
+    #[test]
+    fn what_runs_over_its_time_is_killed_with_what_it_started() {
+        let started = Instant::now();
+        let mut killed = false;
+        let finished = run(
+            Command::new("sh").args(["-c", "trap '' TERM; sleep 1000 & echo $!; wait"]),
+            b"",
+            Duration::from_millis(300),
+            100,
+            || killed = true,
+        )
+        .unwrap();
+        assert!(killed && finished.timed_out && finished.status.is_none());
+        assert!(started.elapsed() < LONG);
+        let pid = finished.stdout.text().trim().to_owned();
+        let stat = fs_err::read_to_string(format!("/proc/{pid}/stat"));
+        assert!(
+            stat.map_or(true, |stat| stat.contains(") Z ")),
+            "process {pid} is still there"
+        );
+    }
+
+    #[test]
+    fn what_is_left_behind_holds_nobody_up() {
+        let started = Instant::now();
+        let finished = sh("setsid sleep 5 & echo done", b"", LONG, 100);
+        assert!(finished.is_success());
+        assert_eq!(finished.stdout.text(), "done\n");
+        assert!(started.elapsed() < Duration::from_secs(4));
+    }
+}
