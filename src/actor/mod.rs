@@ -19,8 +19,12 @@
 mod capability;
 mod command;
 mod error;
+mod janitor;
 mod process;
+mod run_folder;
+pub mod runsc;
 mod spec;
+mod transfer;
 mod tree;
 
 use std::path::Path;

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{Read, Write as _};
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -18,6 +19,17 @@ const POLL: Duration = Duration::from_millis(2);
 const DRAIN: Duration = Duration::from_millis(200);
 /// How long it may take to end once what it waits for was killed.
 const GRACE: Duration = Duration::from_secs(3);
+
+/// Returns where a program is, as a shell would find it.
+pub(super) fn find_program(name: &Path) -> Option<PathBuf> {
+    if name.components().count() > 1 {
+        return name.is_file().then(|| name.to_owned());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|program| program.is_file())
+}
 
 /// How a program of the host ended.
 #[derive(Debug)]

@@ -129,9 +129,13 @@ impl ActorSpec {
     }
 
     /// Returns the variables of a process: the defaults, the actor's, then `more`.
-    pub(super) fn variables(&self, more: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    pub(super) fn variables(
+        &self,
+        user: User,
+        more: &BTreeMap<String, String>,
+    ) -> BTreeMap<String, String> {
         let path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-        let home = match self.user.uid {
+        let home = match user.uid {
             0 => "/root",
             _ => "/tmp",
         };

@@ -1,5 +1,6 @@
 //! Integration tests: one binary.
 
+mod actor;
 mod agent;
 mod chat;
 mod cli;

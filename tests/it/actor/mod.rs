@@ -1,0 +1,98 @@
+//! The heavy tier with its real parts: gVisor and bubblewrap. Nothing here is skipped: what is not installed
+//! fails with the command that installs it.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+mod conformance;
+mod runsc;
+
+use std::time::Duration;
+
+use wardian::actor::runsc::{RunscBackend, RunscOptions};
+use wardian::actor::{Actor, ActorBackend, ActorCommand, ActorLimits, ActorOutput, ActorSpec, RootFs};
+
+/// A backend whose runs have a folder of their own, which must be empty in the end.
+pub(super) struct Scene<B> {
+    pub(super) backend: Option<B>,
+    pub(super) base: tempfile::TempDir,
+}
+
+impl<B: ActorBackend> Scene<B> {
+    pub(super) fn backend(&self) -> &B {
+        self.backend.as_ref().unwrap()
+    }
+
+    pub(super) fn actor(&self) -> Box<dyn Actor> {
+        self.backend().create(&spec()).unwrap()
+    }
+}
+
+impl<B> Scene<B> {
+    /// Drops the backend and checks that nothing of it is left: no file, no process.
+    pub(super) fn close(mut self) {
+        drop(self.backend.take());
+        let left = runs(self.base.path());
+        assert!(left.is_empty(), "left behind: {left:?}");
+        let processes = processes_naming(&self.base.path().to_string_lossy());
+        assert!(processes.is_empty(), "left behind: {processes:?}");
+    }
+}
+
+/// Returns the folders of runs in `base`.
+pub(super) fn runs(base: &std::path::Path) -> Vec<std::path::PathBuf> {
+    fs_err::read_dir(base)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_dir())
+        .collect()
+}
+
+/// Returns the command lines of this machine's processes that hold `text`.
+pub(super) fn processes_naming(text: &str) -> Vec<String> {
+    fs_err::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| {
+            let line = fs_err::read(entry.ok()?.path().join("cmdline")).ok()?;
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            line.contains(text).then_some(line)
+        })
+        .collect()
+}
+
+pub(super) fn runsc() -> Scene<RunscBackend> {
+    let base = tempfile::tempdir().unwrap();
+    let options = RunscOptions {
+        folder: Some(base.path().to_owned()),
+        ..RunscOptions::default()
+    };
+    let backend = RunscBackend::open(&options)
+        .unwrap_or_else(|error| panic!("{error}\nhint: apt-get install -y runsc"));
+    Scene {
+        backend: Some(backend),
+        base,
+    }
+}
+
+pub(super) fn spec() -> ActorSpec {
+    ActorSpec {
+        limits: ActorLimits {
+            memory: 192 << 20,
+            disk: 64 << 20,
+            processes: 64,
+            open_files: 256,
+            lifetime: Duration::from_secs(120),
+        },
+        ..ActorSpec::new(RootFs::Host)
+    }
+}
+
+pub(super) fn sh(actor: &dyn Actor, script: &str) -> ActorOutput {
+    actor.exec(&ActorCommand::shell(script)).unwrap()
+}
+
+/// Runs a script that must succeed, and returns what it printed.
+pub(super) fn text(actor: &dyn Actor, script: &str) -> String {
+    let output = sh(actor, script);
+    assert!(output.is_success(), "{script}: {output:?}");
+    output.stdout.text().trim_end().to_owned()
+}
