@@ -41,6 +41,8 @@ pub struct Capabilities {
     pub writable_root: bool,
     /// Whether processes may outlive the command that started them.
     pub background: bool,
+    /// Whether users inside have rights of their own; otherwise all of them have those of one.
+    pub users: bool,
     /// Whether an actor can be kept and started again, files included.
     pub snapshot: bool,
     /// Whether a snapshot holds processes and their memory, too.

@@ -72,14 +72,16 @@ pub enum Ending {
         /// What it had.
         limit: Duration,
     },
-    /// The actor held more than it may and was ended; it takes no further command.
+    /// The actor held more than it may and its processes were ended; where they can outlive a command it
+    /// takes no further one.
     OutOfMemory {
         /// The most that it may hold, in bytes.
         limit: u64,
         /// What it held when it was ended, in bytes.
         used: u64,
     },
-    /// The actor ended otherwise while the command ran, or before; it takes no further command.
+    /// The actor's processes ended otherwise while the command ran, or before; where they can outlive a
+    /// command it takes no further one.
     Killed {
         /// What is known about why.
         reason: String,
@@ -87,7 +89,7 @@ pub enum Ending {
 }
 
 /// What was kept of a stream: all of it, or its beginning and its end.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Clone, Default, PartialEq, Eq)]
 pub struct Captured {
     /// Its beginning.
     pub head: Vec<u8>,
@@ -113,6 +115,12 @@ impl Captured {
         }
         let tail = String::from_utf8_lossy(&self.tail);
         format!("{head}\n[{} bytes left out]\n{tail}", self.dropped)
+    }
+}
+
+impl std::fmt::Debug for Captured {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Debug::fmt(&self.text(), f)
     }
 }
 

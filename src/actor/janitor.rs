@@ -26,7 +26,10 @@ impl Janitor {
     }
 
     pub(super) fn push(&self, job: impl FnOnce() + Send + 'static) {
-        let jobs = self.jobs.as_ref().expect("it is taken when this is dropped");
+        let jobs = self
+            .jobs
+            .as_ref()
+            .expect("it is taken when this is dropped");
         // Nobody takes it only where the thread has panicked, and then the run's folder is deleted anyway.
         let _ = jobs.send(Box::new(job));
     }

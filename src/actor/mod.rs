@@ -14,11 +14,14 @@
 //! **Nothing on the host follows a name from inside.** A [`FileTree`] is data in memory, checked entry by
 //! entry; it is written to the host only by [`FileTree::write_to`], into a new folder and without links.
 //!
-//! The cheap tier is the WebAssembly sandbox.
+//! [`escalation`] decides which tier a task needs. The cheap tier is the WebAssembly sandbox.
 
+pub mod bwrap;
 mod capability;
 mod command;
 mod error;
+pub mod escalation;
+mod guest;
 mod janitor;
 mod process;
 mod run_folder;

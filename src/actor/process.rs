@@ -36,7 +36,7 @@ pub(super) fn find_program(name: &Path) -> Option<PathBuf> {
 pub(super) struct Finished {
     /// None if it had to be killed.
     pub(super) status: Option<ExitStatus>,
-    /// Whether its time was over.
+    /// Whether it was ended: its time was over, or who watched it said so.
     pub(super) timed_out: bool,
     pub(super) stdout: Captured,
     pub(super) stderr: Captured,
@@ -49,8 +49,9 @@ impl Finished {
     }
 }
 
-/// Runs `command` with `stdin`. Once `timeout` is over, `kill` is called, which should end it, and soon
-/// after it is killed with its process group.
+/// Runs `command` with `stdin`. Once `timeout` is over, or `watch`, which is asked again and again, says so,
+/// `kill` is called, which should end it; soon after it is killed with its process group. Both are given its
+/// number.
 ///
 /// # Errors
 ///
@@ -60,7 +61,8 @@ pub(super) fn run(
     stdin: &[u8],
     timeout: Duration,
     max_output: usize,
-    kill: impl FnOnce(),
+    mut watch: impl FnMut(Pid) -> bool,
+    kill: impl FnOnce(Pid),
 ) -> std::io::Result<Finished> {
     let input = match stdin {
         [] => Stdio::null(),
@@ -81,11 +83,15 @@ pub(super) fn run(
         // Who does not read it to its end has its reasons.
         std::thread::spawn(move || pipe.write_all(&bytes));
     }
-    let mut status = wait(&mut child.0, timeout)?;
+    let number = i32::try_from(child.0.id()).ok().and_then(Pid::from_raw);
+    let pid = number.expect("the kernel gives positive numbers");
+    let until = Instant::now() + timeout;
+    let mut status = wait(&mut child.0, || Instant::now() >= until || watch(pid))?;
     let timed_out = status.is_none();
     if timed_out {
-        kill();
-        status = wait(&mut child.0, GRACE)?;
+        kill(pid);
+        let until = Instant::now() + GRACE;
+        status = wait(&mut child.0, || Instant::now() >= until)?;
     }
     drop(child);
     let until = Instant::now() + DRAIN;
@@ -97,13 +103,16 @@ pub(super) fn run(
     })
 }
 
-fn wait(child: &mut Child, timeout: Duration) -> std::io::Result<Option<ExitStatus>> {
-    let until = Instant::now() + timeout;
+/// Waits until the child has ended or `is_over`.
+fn wait(
+    child: &mut Child,
+    mut is_over: impl FnMut() -> bool,
+) -> std::io::Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
-        if Instant::now() >= until {
+        if is_over() {
             return Ok(None);
         }
         std::thread::sleep(POLL);
@@ -207,7 +216,15 @@ mod tests {
     const LONG: Duration = Duration::from_secs(30);
 
     fn sh(script: &str, stdin: &[u8], timeout: Duration, max: usize) -> Finished {
-        run(Command::new("sh").args(["-c", script]), stdin, timeout, max, || ()).unwrap()
+        run(
+            Command::new("sh").args(["-c", script]),
+            stdin,
+            timeout,
+            max,
+            |_| false,
+            |_| (),
+        )
+        .unwrap()
     }
 
     #[test]
@@ -248,7 +265,8 @@ mod tests {
             b"",
             Duration::from_millis(300),
             100,
-            || killed = true,
+            |_| false,
+            |_| killed = true,
         )
         .unwrap();
         assert!(killed && finished.timed_out && finished.status.is_none());

@@ -73,7 +73,8 @@ impl RunFolder {
             .tempdir_in(base)
             .map_err(making)?
             .keep();
-        let held = lock(&path.join(LOCK), FlockOperation::NonBlockingLockExclusive).map_err(making)?;
+        let held =
+            lock(&path.join(LOCK), FlockOperation::NonBlockingLockExclusive).map_err(making)?;
         drop(all);
         Ok(Self { path, _lock: held })
     }
@@ -215,7 +216,7 @@ mod tests {
         let live = RunFolder::open(base.path()).unwrap();
         let crashed = base.path().join("1-crashed");
         fs::create_dir(&crashed).unwrap();
-        let mut start = |folder: &Path| {
+        let start = |folder: &Path| {
             let argument = format!("--root={}", folder.join("state").display());
             std::process::Command::new("sh")
                 .args(["-c", "sleep 1000; true", &argument])

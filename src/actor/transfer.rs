@@ -3,9 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{
-    ActorCommand, ActorError, ActorOutput, ActorSpec, Ending, FileTree, TreeLimits, User,
-};
+use super::{ActorCommand, ActorError, ActorOutput, ActorSpec, Ending, FileTree, TreeLimits, User};
 use crate::actor::Actor;
 
 /// How long a tree may take.

@@ -70,7 +70,10 @@ impl FileTree {
     /// # Errors
     ///
     /// As for [`Self::insert`].
-    pub fn of_file(name: impl Into<PathBuf>, bytes: impl Into<Vec<u8>>) -> Result<Self, ActorError> {
+    pub fn of_file(
+        name: impl Into<PathBuf>,
+        bytes: impl Into<Vec<u8>>,
+    ) -> Result<Self, ActorError> {
         let mut tree = Self::new();
         tree.insert(
             name,
@@ -102,8 +105,13 @@ impl FileTree {
             // Paths are in the order of their parts: what is inside follows at once.
             let mut others = self.entries.range(path.clone()..).map(|(other, _)| other);
             let inside = others.find(|other| **other != path);
-            if inside.is_some_and(|other| other.starts_with(&path)) || self.entries.get(&path) == Some(&Entry::Folder) {
-                return Err(hostile(format!("`{}` is a folder and is not", path.display())));
+            if inside.is_some_and(|other| other.starts_with(&path))
+                || self.entries.get(&path) == Some(&Entry::Folder)
+            {
+                return Err(hostile(format!(
+                    "`{}` is a folder and is not",
+                    path.display()
+                )));
             }
         }
         self.entries.insert(path, entry);

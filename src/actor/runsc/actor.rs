@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use fs_err as fs;
 use serde_json::Value;
 
-use super::bundle::{self, HELPER};
+use super::bundle;
 use super::{Container, Machine};
+use crate::actor::guest::HELPER;
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
@@ -57,7 +58,12 @@ impl RunscActor {
         argv.extend([uid.to_string(), gid.to_string()]);
         let folders = self.spec.writable.iter().chain([&self.spec.workdir]);
         argv.extend(folders.map(|folder| folder.to_string_lossy().into_owned()));
-        let output = self.run(&self.lock(), &argv, &ActorCommand::new([""; 0]), User::default())?;
+        let output = self.run(
+            &self.lock(),
+            &argv,
+            &ActorCommand::new([""; 0]),
+            User::default(),
+        )?;
         match output.is_success() {
             true => Ok(()),
             false => Err(ActorError::Backend {
@@ -68,7 +74,9 @@ impl RunscActor {
     }
 
     fn lock(&self) -> MutexGuard<'_, Container> {
-        self.container.lock().unwrap_or_else(PoisonError::into_inner)
+        self.container
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `argv`, with everything else as `command` says.
@@ -104,7 +112,7 @@ impl RunscActor {
             &container.id,
         ]);
         // Who ends is the first process, which kills all others; then the client has nothing to wait for.
-        let kill = || {
+        let kill = |_| {
             if let Err(error) = runsc.call("killing processes", &["kill", &container.id, "USR1"]) {
                 tracing::debug!(%error, "an actor's processes could not be killed");
             }
@@ -114,6 +122,7 @@ impl RunscActor {
             &command.stdin,
             command.timeout,
             command.max_output,
+            |_| false,
             kill,
         )
         .map_err(|source| runsc.failed(source))?;

@@ -5,15 +5,8 @@ use std::path::{Path, PathBuf};
 use fs_err as fs;
 use serde_json::{Value, json};
 
+use crate::actor::guest::{self, GUEST_FOLDER, HELPER};
 use crate::actor::{ActorCommand, ActorError, ActorSpec, RootFs, User};
-
-/// Where our programs are in an actor.
-pub(super) const GUEST_FOLDER: &str = "/run/wardian";
-/// The program in it that everything starts with.
-pub(super) const HELPER: &str = "/run/wardian/helper";
-
-const HELPER_PROGRAM: &[u8] = include_bytes!("../guest/helper-x86_64");
-const MEND_LIBRARY: &[u8] = include_bytes!("../guest/mend-x86_64.so");
 
 /// What root keeps inside: the rights over files, users and processes of a container, none over devices,
 /// networks, mounts or the kernel.
@@ -57,14 +50,7 @@ impl Shared {
     ///
     /// Fails where they cannot be written.
     pub(super) fn write(run: &Path) -> std::io::Result<Self> {
-        use std::os::unix::fs::PermissionsExt as _;
-        let guest = run.join("guest");
-        fs::create_dir(&guest)?;
-        for (name, bytes) in [("helper", HELPER_PROGRAM), ("mend.so", MEND_LIBRARY)] {
-            let path = guest.join(name);
-            fs::write(&path, bytes)?;
-            fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
-        }
+        let guest = guest::write(run)?;
         let host_root = run.join("host-root");
         write_host_root(&host_root)?;
         Ok(Self { guest, host_root })
@@ -102,7 +88,10 @@ impl Shared {
                 })?;
                 if !resolved.join("usr").is_dir() {
                     return Err(ActorError::InvalidSpec {
-                        reason: format!("`{}` has no `usr` and is no root filesystem", folder.display()),
+                        reason: format!(
+                            "`{}` has no `usr` and is no root filesystem",
+                            folder.display()
+                        ),
                     });
                 }
                 resolved

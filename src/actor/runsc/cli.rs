@@ -40,7 +40,11 @@ impl Runsc {
             .arg(format!("--root={}", self.state.display()))
             .arg(format!("--platform={}", self.platform))
             // Files that a guest writes stay in the sandbox's memory; the host's are only read.
-            .args(["--network=none", "--ignore-cgroups", "--overlay2=all:memory"])
+            .args([
+                "--network=none",
+                "--ignore-cgroups",
+                "--overlay2=all:memory",
+            ])
             .args(arguments)
             .env_clear()
             .env("PATH", std::env::var_os("PATH").unwrap_or_default());
@@ -54,7 +58,7 @@ impl Runsc {
     /// Fails where it cannot be made, takes too long or ends otherwise.
     pub(super) fn call(&self, activity: &str, arguments: &[&str]) -> Result<Finished, ActorError> {
         let mut command = self.command(arguments);
-        let finished = process::run(&mut command, &[], CALL, MAX_OUTPUT, || ())
+        let finished = process::run(&mut command, &[], CALL, MAX_OUTPUT, |_| false, |_| ())
             .map_err(|source| self.failed(source))?;
         if finished.timed_out {
             return Err(hung(activity));
@@ -108,7 +112,10 @@ impl Runsc {
             true => Ok(()),
             false => Err(ActorError::Backend {
                 activity: activity.to_owned(),
-                message: fs::read_to_string(log).unwrap_or_default().trim().to_owned(),
+                message: fs::read_to_string(log)
+                    .unwrap_or_default()
+                    .trim()
+                    .to_owned(),
             }),
         }
     }

@@ -76,9 +76,14 @@ impl RunscBackend {
             });
         };
         if !rustix::process::geteuid().is_root() {
-            return Err(unusable("needs root, who sets up the sandboxes; run as root"));
+            return Err(unusable(
+                "needs root, who sets up the sandboxes; run as root",
+            ));
         }
-        let base = options.folder.clone().unwrap_or_else(RunFolder::default_base);
+        let base = options
+            .folder
+            .clone()
+            .unwrap_or_else(RunFolder::default_base);
         let run = RunFolder::open(&base)?;
         let files = |source| ActorError::Files {
             activity: "preparing the folder of a run",
@@ -113,6 +118,7 @@ impl ActorBackend for RunscBackend {
             root_folder: true,
             writable_root: true,
             background: true,
+            users: true,
             snapshot: true,
             snapshot_memory: true,
             fork: true,
@@ -160,7 +166,12 @@ impl Machine {
     }
 
     /// Starts a sandbox from a checkpoint.
-    fn restore(&self, config: &Value, spec: &ActorSpec, image: &Path) -> Result<Container, ActorError> {
+    fn restore(
+        &self,
+        config: &Value,
+        spec: &ActorSpec,
+        image: &Path,
+    ) -> Result<Container, ActorError> {
         let image = format!("--image-path={}", image.display());
         self.start(config, spec, "restoring an actor", &["restore", &image])
     }
@@ -176,7 +187,10 @@ impl Machine {
         let folder = self.folder("a")?;
         fs::write(folder.join("config.json"), config.to_string()).map_err(files)?;
         // Sandboxes of all runs share one space of names for their sockets.
-        let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = |path: &Path| {
+            path.file_name()
+                .map(|name| name.to_string_lossy().into_owned())
+        };
         let id = [self.run.path(), &folder]
             .map(|path| name(path).unwrap_or_default())
             .join("-")

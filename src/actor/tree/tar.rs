@@ -36,7 +36,15 @@ impl FileTree {
             for (long, text) in [(b'L', name.as_slice()), (b'K', link)] {
                 if text.len() > MAX_NAME {
                     let terminated = [text, &[0]].concat();
-                    push(&mut archive, b"././@LongLink", long, 0, &[], &terminated, owner);
+                    push(
+                        &mut archive,
+                        b"././@LongLink",
+                        long,
+                        0,
+                        &[],
+                        &terminated,
+                        owner,
+                    );
                 }
             }
             push(&mut archive, &name, kind, mode, link, bytes, owner);
@@ -73,7 +81,9 @@ impl FileTree {
             let size = usize::try_from(if has_content { size } else { 0 })
                 .map_err(|_| hostile("it names a size that cannot be".to_owned()))?;
             let Some((content, _)) = after.split_at_checked(size) else {
-                return Err(hostile("the archive ends in the middle of a file".to_owned()));
+                return Err(hostile(
+                    "the archive ends in the middle of a file".to_owned(),
+                ));
             };
             rest = after.get(size.next_multiple_of(BLOCK)..).unwrap_or(&[]);
             match kind {
@@ -137,7 +147,10 @@ impl FileTree {
 /// Returns the path of an entry below `strip`, or none for `strip` itself.
 fn stripped(name: &[u8], strip: &Path) -> Result<Option<PathBuf>, ActorError> {
     let path = Path::new(std::ffi::OsStr::from_bytes(name));
-    if path.components().all(|part| part == std::path::Component::CurDir) {
+    if path
+        .components()
+        .all(|part| part == std::path::Component::CurDir)
+    {
         return Ok(None);
     }
     let path = plain(path)?;
@@ -187,14 +200,20 @@ fn records(mut content: &[u8]) -> Result<Vec<(&[u8], &[u8])>, ActorError> {
     let broken = || hostile("it has an extended header that cannot be read".to_owned());
     let mut records = Vec::new();
     while !content.is_empty() {
-        let space = content.iter().position(|byte| *byte == b' ').ok_or_else(broken)?;
+        let space = content
+            .iter()
+            .position(|byte| *byte == b' ')
+            .ok_or_else(broken)?;
         let length = usize::try_from(decimal(&content[..space])?).map_err(|_| broken())?;
         let (record, rest) = content.split_at_checked(length).ok_or_else(broken)?;
         let record = record
             .get(space + 1..)
             .and_then(|record| record.strip_suffix(b"\n"))
             .ok_or_else(broken)?;
-        let equals = record.iter().position(|byte| *byte == b'=').ok_or_else(broken)?;
+        let equals = record
+            .iter()
+            .position(|byte| *byte == b'=')
+            .ok_or_else(broken)?;
         records.push((&record[..equals], &record[equals + 1..]));
         content = rest;
     }
@@ -216,7 +235,9 @@ fn number(field: &[u8]) -> Result<u64, ActorError> {
         if high[0] != 0x80 || high[1..].iter().any(|byte| *byte != 0) {
             return Err(unreadable());
         }
-        return Ok(u64::from_be_bytes(low.try_into().map_err(|_| unreadable())?));
+        return Ok(u64::from_be_bytes(
+            low.try_into().map_err(|_| unreadable())?,
+        ));
     }
     let digits = std::str::from_utf8(text(field)).map_err(|_| unreadable())?;
     match digits.trim_matches(' ') {
@@ -228,7 +249,13 @@ fn number(field: &[u8]) -> Result<u64, ActorError> {
 fn sum(header: &[u8]) -> u64 {
     let bytes = header.iter().enumerate();
     bytes
-        .map(|(at, byte)| u64::from(if (148..156).contains(&at) { b' ' } else { *byte }))
+        .map(|(at, byte)| {
+            u64::from(if (148..156).contains(&at) {
+                b' '
+            } else {
+                *byte
+            })
+        })
         .sum()
 }
 

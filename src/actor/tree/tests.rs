@@ -131,7 +131,9 @@ fn hostile_archives_are_refused() {
         assert!(error.is_guests_doing());
     }
     assert!(
-        from_tar(&archive_of("device", b'3', "", b"")).unwrap().is_empty(),
+        from_tar(&archive_of("device", b'3', "", b""))
+            .unwrap()
+            .is_empty(),
         "devices are left out"
     );
 }
@@ -141,7 +143,10 @@ fn nothing_is_written_through_a_link() {
     let mut tree = FileTree::new();
     tree.insert("away", link("/tmp")).unwrap();
     let error = tree.insert("away/file", file(b"x")).unwrap_err();
-    assert!(error.to_string().contains("inside of what is no folder"), "{error}");
+    assert!(
+        error.to_string().contains("inside of what is no folder"),
+        "{error}"
+    );
     tree.insert("folder/file", file(b"x")).unwrap();
     assert!(tree.insert("folder", link("/tmp")).is_err());
 
@@ -150,7 +155,10 @@ fn nothing_is_written_through_a_link() {
     sample().write_to(&out).unwrap();
     assert!(!out.join("away").is_symlink());
     assert_eq!(fs::read(out.join("run.sh")).unwrap(), b"#!/bin/sh\n");
-    assert!(tree.write_to(&out).is_err(), "a folder that is there is left alone");
+    assert!(
+        tree.write_to(&out).is_err(),
+        "a folder that is there is left alone"
+    );
 }
 
 #[test]
@@ -159,7 +167,10 @@ fn sizes_are_compared_with_what_is_there() {
     archive[124..135].copy_from_slice(b"77777777777");
     mend_sum(&mut archive);
     let error = from_tar(&archive).unwrap_err();
-    assert!(error.to_string().contains("in the middle of a file"), "{error}");
+    assert!(
+        error.to_string().contains("in the middle of a file"),
+        "{error}"
+    );
     archive[124..136].copy_from_slice(&[0x80, 0, 0, 0, 255, 255, 255, 255, 255, 255, 255, 255]);
     mend_sum(&mut archive);
     assert!(from_tar(&archive).is_err());

@@ -4,8 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use wardian::actor::{
-    Actor as _, ActorBackend, ActorCommand, ActorError, ActorSpec, Ending, Entry, FileTree,
-    TreeLimits, User,
+    ActorBackend, ActorCommand, ActorError, ActorSpec, Ending, Entry, FileTree, TreeLimits, User,
 };
 
 use super::{Scene, sh, spec, text};
@@ -29,6 +28,9 @@ conformance! {
     runsc: commands_have_results commands_have_a_setting output_is_bounded a_command_ends_in_time
         programs_that_cannot_start_are_results trees_go_in_and_come_out hostile_trees_stop_at_the_host
         actors_are_apart specs_are_checked a_snapshot_starts_a_group;
+    bwrap: commands_have_results commands_have_a_setting output_is_bounded a_command_ends_in_time
+        programs_that_cannot_start_are_results trees_go_in_and_come_out hostile_trees_stop_at_the_host
+        actors_are_apart specs_are_checked a_snapshot_starts_a_group;
 }
 
 fn commands_have_results(scene: &Scene<impl ActorBackend>) {
@@ -50,7 +52,11 @@ fn commands_have_results(scene: &Scene<impl ActorBackend>) {
     let signalled = sh(&*actor, "kill -TERM $$");
     assert_eq!(signalled.code(), Some(143), "{signalled:?}");
     let one = actor.exec(&ActorCommand::new(["printf", "%s|", "a b", "$HOME", "*"]));
-    assert_eq!(one.unwrap().stdout.text(), "a b|$HOME|*|", "there is no shell in between");
+    assert_eq!(
+        one.unwrap().stdout.text(),
+        "a b|$HOME|*|",
+        "there is no shell in between"
+    );
 }
 
 fn commands_have_a_setting(scene: &Scene<impl ActorBackend>) {
@@ -69,13 +75,19 @@ fn commands_have_a_setting(scene: &Scene<impl ActorBackend>) {
         ..ActorCommand::shell("echo $A $B $HOME; pwd; id -u; umask; ls /proc/self/fd | wc -l")
     };
     let output = actor.exec(&command).unwrap();
-    assert_eq!(output.stdout.text(), "actor command /root\n/tmp\n0\n0022\n4\n");
+    assert_eq!(
+        output.stdout.text(),
+        "actor command /root\n/tmp\n0\n0022\n4\n"
+    );
     assert_eq!(text(&*actor, "pwd"), "/workspace");
     // Nothing of this process is there.
     let own = std::env::vars().map(|(name, _)| name);
     let inside = text(&*actor, "env");
     for name in own.filter(|name| name.starts_with("CARGO")) {
         assert!(!inside.contains(&name), "{name} is there: {inside}");
+    }
+    if !scene.backend().capabilities().users {
+        return;
     }
     let user = ActorCommand {
         user: Some(User {
@@ -120,7 +132,10 @@ fn a_command_ends_in_time(scene: &Scene<impl ActorBackend>) {
         assert_eq!(output.ending, Ending::TimedOut { limit }, "{script}");
         assert_eq!(output.stdout.text(), "begun\n", "{script}");
         let elapsed = started.elapsed();
-        assert!(elapsed >= limit && elapsed < Duration::from_secs(9), "{script}: {elapsed:?}");
+        assert!(
+            elapsed >= limit && elapsed < Duration::from_secs(9),
+            "{script}: {elapsed:?}"
+        );
     }
     // What was started has ended, inside, and the actor goes on.
     let left = "for f in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $f; echo; done | grep -c '^sleep' || true";
@@ -159,10 +174,30 @@ fn trees_go_in_and_come_out(scene: &Scene<impl ActorBackend>) {
     };
     let long = format!("{}/{}", "d".repeat(120), "f".repeat(120));
     tree.insert("run.sh", script).unwrap();
-    tree.insert("a/ü b", Entry::File { bytes: vec![0, 255], executable: false }).unwrap();
-    tree.insert(long, Entry::File { bytes: vec![b'x'; 70_000], executable: false }).unwrap();
+    tree.insert(
+        "a/ü b",
+        Entry::File {
+            bytes: vec![0, 255],
+            executable: false,
+        },
+    )
+    .unwrap();
+    tree.insert(
+        long,
+        Entry::File {
+            bytes: vec![b'x'; 70_000],
+            executable: false,
+        },
+    )
+    .unwrap();
     tree.insert("empty", Entry::Folder).unwrap();
-    tree.insert("link", Entry::Link { target: "run.sh".into() }).unwrap();
+    tree.insert(
+        "link",
+        Entry::Link {
+            target: "run.sh".into(),
+        },
+    )
+    .unwrap();
     actor.put(folder, &tree).unwrap();
     let command = ActorCommand {
         cwd: Some(folder.to_owned()),
@@ -174,14 +209,19 @@ fn trees_go_in_and_come_out(scene: &Scene<impl ActorBackend>) {
     for (path, entry) in tree.iter() {
         assert_eq!(back.get(path), Some(entry), "{}", path.display());
     }
-    let one = actor.get(&folder.join("made"), TreeLimits::default()).unwrap();
+    let one = actor
+        .get(&folder.join("made"), TreeLimits::default())
+        .unwrap();
     assert_eq!(one, FileTree::of_file("made", *b"yes\n").unwrap());
     // What is there is replaced.
     let made = FileTree::of_file("made", *b"again").unwrap();
     actor.put(folder, &made).unwrap();
     assert_eq!(text(&*actor, "cat /workspace/new/folder/made"), "again");
     let error = actor.get(Path::new("/workspace/missing"), TreeLimits::default());
-    assert!(matches!(error, Err(ActorError::Unreadable { .. })), "{error:?}");
+    assert!(
+        matches!(error, Err(ActorError::Unreadable { .. })),
+        "{error:?}"
+    );
     let few = TreeLimits {
         bytes: 1000,
         entries: 2,
@@ -206,18 +246,32 @@ fn hostile_trees_stop_at_the_host(scene: &Scene<impl ActorBackend>) {
             secret.display()
         ),
     );
-    let tree = actor.get(Path::new("/workspace/out"), TreeLimits::default()).unwrap();
-    assert_eq!(tree.get("away"), Some(&Entry::Link { target: secret.clone() }), "it is a name");
+    let tree = actor
+        .get(Path::new("/workspace/out"), TreeLimits::default())
+        .unwrap();
+    assert_eq!(
+        tree.get("away"),
+        Some(&Entry::Link {
+            target: secret.clone()
+        }),
+        "it is a name"
+    );
     assert_eq!(tree.file("hard").unwrap(), b"kept\n");
     assert_eq!(tree.get("pipe"), None);
     let copy = host.path().join("copy");
     tree.write_to(&copy).unwrap();
     for link in ["away", "up", "root"] {
-        assert!(fs_err::symlink_metadata(copy.join(link)).is_err(), "{link} is on the host");
+        assert!(
+            fs_err::symlink_metadata(copy.join(link)).is_err(),
+            "{link} is on the host"
+        );
     }
     assert_eq!(fs_err::read(copy.join("--checkpoint=1")).unwrap(), b"x\n");
     // A put through a link lands where the link points inside.
-    text(&*actor, "mkdir -p /tmp/t && ln -s /tmp/t /workspace/through");
+    text(
+        &*actor,
+        "mkdir -p /tmp/t && ln -s /tmp/t /workspace/through",
+    );
     let name = format!("wardian-{}", std::process::id());
     let tree = FileTree::of_file(&name, *b"x").unwrap();
     actor.put(Path::new("/workspace/through"), &tree).unwrap();
@@ -237,8 +291,13 @@ fn hostile_trees_stop_at_the_host(scene: &Scene<impl ActorBackend>) {
         })
         .unwrap();
     text(&*forging, forged);
-    let error = forging.get(Path::new("/workspace/x"), TreeLimits::default()).unwrap_err();
-    assert!(error.to_string().contains("leads out of it"), "the forgery was read: {error}");
+    let error = forging
+        .get(Path::new("/workspace/x"), TreeLimits::default())
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("leads out of it"),
+        "the forgery was read: {error}"
+    );
 }
 
 fn actors_are_apart(scene: &Scene<impl ActorBackend>) {
@@ -265,7 +324,10 @@ fn specs_are_checked(scene: &Scene<impl ActorBackend>) {
                 ..spec()
             })
             .unwrap_err();
-        assert!(error.to_string().contains("must be an absolute path"), "{error}");
+        assert!(
+            error.to_string().contains("must be an absolute path"),
+            "{error}"
+        );
         assert!(!error.is_guests_doing());
     }
 }
@@ -277,7 +339,10 @@ fn a_snapshot_starts_a_group(scene: &Scene<impl ActorBackend>) {
     text(&*actor, "echo original > state");
     let group: Vec<_> = (0..3).map(|_| snapshot.restore().unwrap()).collect();
     for (member, number) in group.iter().zip(0..) {
-        assert_eq!(text(&**member, &format!("cat state; echo {number} > state")), "prepared");
+        assert_eq!(
+            text(&**member, &format!("cat state; echo {number} > state")),
+            "prepared"
+        );
     }
     for (member, number) in group.iter().zip(0..) {
         assert_eq!(text(&**member, "cat state"), number.to_string());

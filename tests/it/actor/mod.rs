@@ -3,13 +3,17 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+mod bwrap;
 mod conformance;
 mod runsc;
 
 use std::time::Duration;
 
+use wardian::actor::bwrap::BwrapBackend;
 use wardian::actor::runsc::{RunscBackend, RunscOptions};
-use wardian::actor::{Actor, ActorBackend, ActorCommand, ActorLimits, ActorOutput, ActorSpec, RootFs};
+use wardian::actor::{
+    Actor, ActorBackend, ActorCommand, ActorLimits, ActorOutput, ActorSpec, RootFs,
+};
 
 /// A backend whose runs have a folder of their own, which must be empty in the end.
 pub(super) struct Scene<B> {
@@ -95,4 +99,14 @@ pub(super) fn text(actor: &dyn Actor, script: &str) -> String {
     let output = sh(actor, script);
     assert!(output.is_success(), "{script}: {output:?}");
     output.stdout.text().trim_end().to_owned()
+}
+
+pub(super) fn bwrap() -> Scene<BwrapBackend> {
+    let base = tempfile::tempdir().unwrap();
+    let backend = BwrapBackend::open(Some(base.path()))
+        .unwrap_or_else(|error| panic!("{error}\nhint: apt-get install -y bubblewrap"));
+    Scene {
+        backend: Some(backend),
+        base,
+    }
 }

@@ -1,0 +1,97 @@
+//! What the processes below one use, counted from outside.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use fs_err as fs;
+use rustix::process::Pid;
+
+use crate::actor::{ActorLimits, Ending};
+
+/// A process, as far as it is counted.
+struct Row {
+    parent: i32,
+    threads: u64,
+    /// Resident memory, in bytes.
+    memory: u64,
+}
+
+/// Returns how a command ends whose processes, those below `top`, or files, those in `folder`, are more than
+/// they may be.
+pub(super) fn over(top: Pid, folder: &Path, limits: &ActorLimits) -> Option<Ending> {
+    let rows = rows();
+    let mut below: HashSet<i32> = HashSet::from([top.as_raw_nonzero().get()]);
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for (pid, row) in &rows {
+        children.entry(row.parent).or_default().push(*pid);
+    }
+    let mut open: Vec<i32> = below.iter().copied().collect();
+    while let Some(pid) = open.pop() {
+        for child in children.get(&pid).into_iter().flatten() {
+            if below.insert(*child) {
+                open.push(*child);
+            }
+        }
+    }
+    let counted = || below.iter().filter_map(|pid| rows.get(pid));
+    let threads: u64 = counted().map(|row| row.threads).sum();
+    // The namespaces have three processes of their own.
+    let most = u64::from(limits.processes) + 3;
+    if threads > most {
+        return Some(Ending::Killed {
+            reason: format!("it had {threads} processes and threads, of at most {most}"),
+        });
+    }
+    let memory = counted().map(|row| row.memory).sum();
+    if memory > limits.memory {
+        return Some(Ending::OutOfMemory {
+            limit: limits.memory,
+            used: memory,
+        });
+    }
+    let written = size(folder);
+    (written > limits.disk).then(|| Ending::Killed {
+        reason: format!("it wrote {written} bytes, of at most {}", limits.disk),
+    })
+}
+
+/// Returns all processes of this machine.
+fn rows() -> HashMap<i32, Row> {
+    let page = rustix::param::page_size() as u64;
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    numbers
+        .filter_map(|pid: i32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+            // The second field is a name in brackets, which may hold anything.
+            let (_, fields) = stat.rsplit_once(") ")?;
+            let fields: Vec<&str> = fields.split(' ').collect();
+            let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
+            let row = Row {
+                parent: fields.get(1)?.parse().ok()?,
+                threads: number(17)?,
+                memory: number(21)? * page,
+            };
+            Some((pid, row))
+        })
+        .collect()
+}
+
+/// Returns the bytes on disk of what is in a folder; links are not followed.
+fn size(folder: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut bytes = 0;
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let Ok(status) = entry.metadata() else {
+                continue;
+            };
+            bytes += status.blocks() * 512;
+            if status.is_dir() {
+                folders.push(entry.path());
+            }
+        }
+    }
+    bytes
+}
