@@ -156,7 +156,8 @@ fn heavy_needs(needs: &Needs, rules: &Rules) -> Vec<String> {
         (needs.writable_root, "a writable root"),
     ]
     .iter()
-    .filter_map(|(is_needed, name)| is_needed.then(|| (*name).to_owned()))
+    .filter(|(is_needed, _)| *is_needed)
+    .map(|(_, name)| (*name).to_owned())
     .collect();
     let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
     if needs.memory > rules.wasm_memory {
@@ -192,7 +193,8 @@ fn lacking(needs: &Needs, found: &Capabilities) -> Vec<&'static str> {
         ),
     ]
     .iter()
-    .filter_map(|(is_lacking, name)| is_lacking.then_some(*name))
+    .filter(|(is_lacking, _)| *is_lacking)
+    .map(|(_, name)| *name)
     .collect()
 }
 
@@ -331,6 +333,6 @@ mod tests {
             error.to_string().ends_with("take a task without a network"),
             "{error}"
         );
-        assert!(decide(&SHELL, &[], &WEAK).is_err());
+        decide(&SHELL, &[], &WEAK).unwrap_err();
     }
 }

@@ -23,6 +23,7 @@ mod error;
 pub mod escalation;
 mod guest;
 mod janitor;
+mod pool;
 mod process;
 mod run_folder;
 pub mod runsc;
@@ -36,6 +37,7 @@ use std::sync::Arc;
 pub use capability::{Capabilities, Isolation};
 pub use command::{ActorCommand, ActorOutput, Captured, Ending, User};
 pub use error::ActorError;
+pub use pool::WarmPool;
 pub use spec::{ActorLimits, ActorSpec, RootFs};
 pub use tree::{Entry, FileTree, TreeLimits};
 

@@ -30,6 +30,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     (
         "rollout",
         &[
+            "actor",
             "causes",
             "chat",
             "engine",

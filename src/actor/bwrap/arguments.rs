@@ -16,9 +16,12 @@ const SETTINGS: &[&str] = &[
     "localtime",
     "nsswitch.conf",
     "passwd",
-    "pki",
+    "pki/ca-trust",
+    "pki/tls/certs",
     "resolv.conf",
-    "ssl",
+    "ssl/cert.pem",
+    "ssl/certs",
+    "ssl/openssl.cnf",
 ];
 
 /// Whether what runs has the host's network.
@@ -39,10 +42,19 @@ impl Arguments {
     pub(crate) fn new(network: Network) -> Self {
         let mut arguments = Self(Vec::new());
         arguments.add(["--die-with-parent", "--new-session", "--unshare-all"]);
+        // To one who starts it as root it leaves all rights, with which what is shown to be read could be
+        // mounted to be written.
+        arguments.add(["--cap-drop", "ALL"]);
         if network == Network::Host {
             arguments.add(["--share-net"]);
         }
         arguments.add(["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]);
+        // Under root's user id these take writes that reach the whole machine. `bwrap` means to cover them,
+        // and does not where it has no right to write to the folder itself.
+        for name in ["sys", "sysrq-trigger", "irq", "bus"] {
+            let path = Path::new("/proc").join(name);
+            arguments.show(&path, &path);
+        }
         arguments
     }
 
@@ -65,6 +77,11 @@ impl Arguments {
     /// Shows a path of the host to read, if it is there.
     pub(crate) fn show(&mut self, here: &Path, there: &Path) {
         self.add([Path::new("--ro-bind-try"), here, there]);
+    }
+
+    /// Shows a path of the host to read, which must be there.
+    pub(crate) fn require(&mut self, here: &Path, there: &Path) {
+        self.add([Path::new("--ro-bind"), here, there]);
     }
 
     /// Shows a folder of the host to write.

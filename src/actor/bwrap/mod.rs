@@ -127,7 +127,7 @@ impl ActorBackend for BwrapBackend {
             if let RootFs::Folder(root) = &spec.root {
                 let inside = root.join(there.strip_prefix("/").unwrap_or(&there));
                 if inside.is_dir() {
-                    self.machine.copy(&inside, &here)?;
+                    copy(&inside, &here)?;
                 }
             }
         }
@@ -157,36 +157,6 @@ impl Machine {
         Ok(folder)
     }
 
-    /// Copies what is in a folder as it is, links and rights included.
-    fn copy(&self, from: &Path, to: &Path) -> Result<(), ActorError> {
-        let mut command = std::process::Command::new("cp");
-        command
-            .args(["-a", "--reflink=auto", "--"])
-            .arg(from.join("."))
-            .arg(to);
-        let activity = "copying the folders of an actor".to_owned();
-        let finished =
-            process::run(&mut command, &[], COPY, 4096, |_| false, |_| ()).map_err(|source| {
-                ActorError::Run {
-                    program: "cp".to_owned(),
-                    source,
-                }
-            })?;
-        if finished.timed_out {
-            return Err(ActorError::Hung {
-                activity,
-                limit: COPY,
-            });
-        }
-        match finished.is_success() {
-            true => Ok(()),
-            false => Err(ActorError::Backend {
-                activity,
-                message: finished.stderr.text().trim().to_owned(),
-            }),
-        }
-    }
-
     /// Deletes a folder in the background.
     fn delete(&self, folder: PathBuf) {
         self.janitor.push(move || {
@@ -194,6 +164,36 @@ impl Machine {
                 tracing::warn!(%error, "the folder of an actor is left over");
             }
         });
+    }
+}
+
+/// Copies what is in a folder as it is, links and rights included.
+fn copy(from: &Path, to: &Path) -> Result<(), ActorError> {
+    let mut command = std::process::Command::new("cp");
+    command
+        .args(["-a", "--reflink=auto", "--"])
+        .arg(from.join("."))
+        .arg(to);
+    let activity = "copying the folders of an actor".to_owned();
+    let finished =
+        process::run(&mut command, &[], COPY, 4096, |_| false, |_| ()).map_err(|source| {
+            ActorError::Run {
+                program: "cp".to_owned(),
+                source,
+            }
+        })?;
+    if finished.timed_out {
+        return Err(ActorError::Hung {
+            activity,
+            limit: COPY,
+        });
+    }
+    match finished.is_success() {
+        true => Ok(()),
+        false => Err(ActorError::Backend {
+            activity,
+            message: finished.stderr.text().trim().to_owned(),
+        }),
     }
 }
 
@@ -390,7 +390,7 @@ impl Actor for BwrapActor {
             folder: self.machine.folder()?,
             spec: self.spec.clone(),
         };
-        self.machine.copy(&self.folder, &snapshot.folder)?;
+        copy(&self.folder, &snapshot.folder)?;
         Ok(Arc::new(snapshot))
     }
 
@@ -422,7 +422,7 @@ impl ActorSnapshot for BwrapSnapshot {
     fn restore(&self) -> Result<Box<dyn Actor>, ActorError> {
         let folder = self.machine.folder()?;
         let actor = BwrapActor::new(Arc::clone(&self.machine), self.spec.clone(), folder);
-        self.machine.copy(&self.folder, &actor.folder)?;
+        copy(&self.folder, &actor.folder)?;
         Ok(Box::new(actor))
     }
 }

@@ -19,6 +19,8 @@ use crate::actor::{
 
 /// How long a killed sandbox may take to be gone.
 const GONE: Duration = Duration::from_secs(10);
+/// How long a sandbox whose first process has ended may take to end.
+const ENDING: Duration = Duration::from_secs(1);
 /// The most of a log that is returned.
 const MAX_LOG: usize = 64 << 10;
 
@@ -143,6 +145,10 @@ impl RunscActor {
             },
             (Some(ending), _) => ending,
             (None, Some(code)) if has_started => Ending::Exited { code },
+            // It may be ending by what another of its processes did.
+            (None, _) if container.life.wait_gone(ENDING) => Ending::Killed {
+                reason: "its sandbox has ended".to_owned(),
+            },
             (None, _) => {
                 return Err(ActorError::Backend {
                     activity: "starting a program".to_owned(),

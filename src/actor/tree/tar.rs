@@ -195,8 +195,11 @@ fn limited(content: &[u8]) -> Result<&[u8], ActorError> {
     }
 }
 
+/// A key and its value.
+type Record<'a> = (&'a [u8], &'a [u8]);
+
 /// Returns the keys and values of an extended header: `LENGTH KEY=VALUE\n`.
-fn records(mut content: &[u8]) -> Result<Vec<(&[u8], &[u8])>, ActorError> {
+fn records(mut content: &[u8]) -> Result<Vec<Record<'_>>, ActorError> {
     let broken = || hostile("it has an extended header that cannot be read".to_owned());
     let mut records = Vec::new();
     while !content.is_empty() {

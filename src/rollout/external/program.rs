@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use crate::actor::bwrap::{self, Arguments, Network};
+
 /// The most of each stream that is kept: its end.
 const MAX_OUTPUT: usize = 64 << 10;
 /// Time between looks at whether it has ended.
@@ -136,61 +138,20 @@ impl Program<'_> {
     }
 
     fn in_bubblewrap(&self) -> Vec<OsString> {
-        let mut arguments: Vec<OsString> = [
-            "bwrap",
-            "--die-with-parent",
-            "--new-session",
-            "--unshare-all",
-            "--share-net",
-            // To one who starts it as root it leaves all rights, with which what is shown to be read could
-            // be mounted to be written.
-            "--cap-drop",
-            "ALL",
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--tmpfs",
-            "/tmp",
-        ]
-        .map(OsString::from)
-        .to_vec();
-        let mut show = |flag: &str, path: &Path| {
-            arguments.extend([flag.into(), path.into(), path.into()]);
-        };
-        for path in ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt"] {
-            show("--ro-bind-try", Path::new(path));
-        }
-        // Of the settings what programs need to find names, hosts and certificates.
-        for name in [
-            "alternatives",
-            "ca-certificates",
-            "group",
-            "hosts",
-            "ld.so.cache",
-            "localtime",
-            "nsswitch.conf",
-            "passwd",
-            "pki/ca-trust",
-            "pki/tls/certs",
-            "resolv.conf",
-            "ssl/cert.pem",
-            "ssl/certs",
-            "ssl/openssl.cnf",
-        ] {
-            show("--ro-bind-try", &Path::new("/etc").join(name));
-        }
+        let mut arguments = Arguments::new(Network::Host);
+        arguments.show_system();
         let files = self.command.iter().map(Path::new);
         for path in files.filter(|path| path.is_absolute() && path.is_file()) {
-            show("--ro-bind", path);
+            arguments.require(path, path);
         }
         for path in self.mounts {
-            show("--ro-bind", path);
+            arguments.require(path, path);
         }
-        arguments.extend(["--bind".into(), self.folder.into(), SANDBOX_FOLDER.into()]);
-        arguments.extend(["--chdir", SANDBOX_FOLDER, "--"].map(OsString::from));
-        arguments.extend(self.command.iter().map(OsString::from));
-        arguments
+        arguments.bind(self.folder, Path::new(SANDBOX_FOLDER));
+        arguments.add(["--chdir", SANDBOX_FOLDER]);
+        let mut all = vec![OsString::from(bwrap::PROGRAM)];
+        all.extend(arguments.running(self.command));
+        all
     }
 }
 

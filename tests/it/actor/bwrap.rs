@@ -38,7 +38,10 @@ fn the_hosts_files_processes_and_network_are_out_of_reach() {
         output.stderr.text().contains("permission denied"),
         "{output:?}"
     );
-    let output = sh(&*actor, "echo 1 > /proc/sys/kernel/panic");
+    let output = sh(
+        &*actor,
+        "v=$(cat /proc/sys/kernel/panic); echo $v > /proc/sys/kernel/panic",
+    );
     assert!(
         output.stderr.text().contains("Read-only file system"),
         "{output:?}"
@@ -106,18 +109,17 @@ fn a_root_folder_is_read_and_its_writable_folders_are_copied() {
         fs_err::create_dir(root.path().join(folder)).unwrap();
         fs_err::write(root.path().join(folder).join("file"), folder).unwrap();
     }
-    let mount = |name: &str| (Path::new("/usr").join(name), Path::new("/usr").join(name));
-    for name in ["bin", "lib"] {
+    let mount = |name: &str| {
+        let path = Path::new("/usr").join(name);
+        (path.clone(), path)
+    };
+    for name in ["bin", "lib", "lib64"] {
         fs_err::create_dir(root.path().join("usr").join(name)).unwrap();
         std::os::unix::fs::symlink(format!("usr/{name}"), root.path().join(name)).unwrap();
     }
-    std::os::unix::fs::symlink("usr/lib", root.path().join("lib64")).unwrap();
     let spec = ActorSpec {
         root: RootFs::Folder(root.path().to_owned()),
-        mounts: vec![
-            mount("bin"),
-            (Path::new("/usr/lib").into(), Path::new("/usr/lib").into()),
-        ],
+        mounts: ["bin", "lib", "lib64"].map(mount).into(),
         writable: vec!["/data".into()],
         ..spec()
     };

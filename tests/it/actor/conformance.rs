@@ -251,9 +251,7 @@ fn hostile_trees_stop_at_the_host(scene: &Scene<impl ActorBackend>) {
         .unwrap();
     assert_eq!(
         tree.get("away"),
-        Some(&Entry::Link {
-            target: secret.clone()
-        }),
+        Some(&Entry::Link { target: secret }),
         "it is a name"
     );
     assert_eq!(tree.file("hard").unwrap(), b"kept\n");
