@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -42,8 +42,9 @@ impl RunFolder {
     pub(super) fn open(base: &Path) -> Result<Self, ActorError> {
         let files = |activity| move |source| ActorError::Files { activity, source };
         let making = files("making the folder of a run");
+        // Who runs as another user for this one must get through, and see nothing on the way.
         if let Err(error) = std::fs::DirBuilder::new()
-            .mode(0o700)
+            .mode(0o711)
             .recursive(true)
             .create(base)
         {
@@ -73,6 +74,7 @@ impl RunFolder {
             .tempdir_in(base)
             .map_err(making)?
             .keep();
+        fs::set_permissions(&path, std::fs::Permissions::from_mode(0o711)).map_err(making)?;
         let held =
             lock(&path.join(LOCK), FlockOperation::NonBlockingLockExclusive).map_err(making)?;
         drop(all);
@@ -81,6 +83,21 @@ impl RunFolder {
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Makes a folder in it that is this user's alone.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it cannot be made.
+    pub(super) fn make(&self, name: &str) -> Result<PathBuf, ActorError> {
+        let folder = self.path.join(name);
+        let made = std::fs::DirBuilder::new().mode(0o700).create(&folder);
+        made.map_err(|source| ActorError::Files {
+            activity: "making the folder of an actor",
+            source,
+        })?;
+        Ok(folder)
     }
 }
 

@@ -4,8 +4,9 @@
 //! its own over them, and all its processes end with it. The rest of its root filesystem is read-only. A
 //! snapshot is a copy of the folders.
 //!
-//! What its processes use is counted from outside, a few times a second, and a command that uses more than
-//! it may is killed; only the size of a single file and the number of open files are limits of the kernel.
+//! Where root runs it, each actor is a user of the host of its own, without rights over anything but its
+//! folders. Its processes, its open files and the size of a file are limits of the kernel. Memory and what it
+//! wrote are counted from outside, a few times a second, and a command that has more than it may is killed.
 
 mod arguments;
 mod usage;
@@ -30,6 +31,8 @@ use super::{
 
 /// The backend's name.
 const NAME: &str = "bwrap";
+/// The first of the users of the host who act for actors of root; nobody is expected to have their numbers.
+const FIRST_USER: u32 = 0x7000_0000;
 /// The longest that making or copying an actor's folders may take.
 const COPY: Duration = Duration::from_secs(120);
 /// Time between two looks at what a command uses.
@@ -46,6 +49,7 @@ pub struct BwrapBackend {
 struct Machine {
     bwrap: PathBuf,
     prlimit: PathBuf,
+    setpriv: PathBuf,
     janitor: Janitor,
     guest: PathBuf,
     run: RunFolder,
@@ -55,7 +59,7 @@ struct Machine {
 
 impl BwrapBackend {
     /// Looks for `bwrap`, and deletes what crashed runs left in `folder`: a folder of this user below the one
-    /// for temporary files unless given.
+    /// for temporary files unless given. Others must be able to pass through it.
     ///
     /// # Errors
     ///
@@ -73,6 +77,7 @@ impl BwrapBackend {
         };
         let bwrap = find(PROGRAM, "apt-get install bubblewrap")?;
         let prlimit = find("prlimit", "apt-get install util-linux")?;
+        let setpriv = find("setpriv", "apt-get install util-linux")?;
         let base = folder.map_or_else(RunFolder::default_base, Path::to_owned);
         let run = RunFolder::open(&base)?;
         let files = |source| ActorError::Files {
@@ -84,6 +89,7 @@ impl BwrapBackend {
             machine: Arc::new(Machine {
                 bwrap,
                 prlimit,
+                setpriv,
                 janitor: Janitor::start().map_err(files)?,
                 guest,
                 run,
@@ -131,6 +137,7 @@ impl ActorBackend for BwrapBackend {
                 }
             }
         }
+        actor.take_folders()?;
         let output = actor.exec(&ActorCommand::new(["true"]))?;
         match output.is_success() {
             true => Ok(Box::new(actor)),
@@ -149,12 +156,18 @@ impl Machine {
     /// Returns a new folder of the run.
     fn folder(&self) -> Result<PathBuf, ActorError> {
         let number = self.count.fetch_add(1, Ordering::Relaxed);
-        let folder = self.run.path().join(format!("a{number}"));
-        fs::create_dir(&folder).map_err(|source| ActorError::Files {
-            activity: "making the folder of an actor",
-            source,
-        })?;
-        Ok(folder)
+        self.run.make(&format!("a{number}"))
+    }
+
+    /// Returns the user of the host who acts for a new actor, if this one may choose: root's processes are
+    /// not counted by the kernel, and no two actors' are to be counted together.
+    fn user() -> Option<u32> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) % 4096;
+        let run = u64::from(std::process::id()) % 4096;
+        let user = u64::from(FIRST_USER) + run * 4096 + number;
+        let is_root = rustix::process::geteuid().is_root();
+        u32::try_from(user).ok().filter(|_| is_root)
     }
 
     /// Deletes a folder in the background.
@@ -165,6 +178,26 @@ impl Machine {
             }
         });
     }
+}
+
+/// Gives a folder and what is in it to a user; links are not followed.
+fn give(folder: &Path, user: u32) -> Result<(), ActorError> {
+    let mut paths = vec![folder.to_owned()];
+    let mut give = || -> std::io::Result<()> {
+        while let Some(path) = paths.pop() {
+            std::os::unix::fs::lchown(&path, Some(user), Some(user))?;
+            if fs::symlink_metadata(&path)?.is_dir() {
+                for entry in fs::read_dir(&path)? {
+                    paths.push(entry?.path());
+                }
+            }
+        }
+        Ok(())
+    };
+    give().map_err(|source| ActorError::Files {
+        activity: "giving an actor its folders",
+        source,
+    })
 }
 
 /// Copies what is in a folder as it is, links and rights included.
@@ -204,6 +237,8 @@ struct BwrapActor {
     id: String,
     spec: ActorSpec,
     folder: PathBuf,
+    /// The user of the host that its processes are; this one unless given.
+    user: Option<u32>,
     until: Instant,
     /// Held while a command runs.
     turn: Mutex<()>,
@@ -220,6 +255,7 @@ impl BwrapActor {
                 .map(|path| name(path).unwrap_or_default())
                 .join("-"),
             until: Instant::now() + spec.limits.lifetime,
+            user: Machine::user(),
             machine,
             spec,
             folder,
@@ -240,6 +276,14 @@ impl BwrapActor {
             folders.push((self.folder.join(number.to_string()), there));
         }
         folders
+    }
+
+    /// Makes its folders its user's.
+    fn take_folders(&self) -> Result<(), ActorError> {
+        match self.user {
+            Some(user) => give(&self.folder, user),
+            None => Ok(()),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
@@ -292,8 +336,18 @@ impl BwrapActor {
             format!("--fsize={0}:{0}", limits.disk).into(),
             format!("--nofile={0}:{0}", limits.open_files).into(),
             "--core=0:0".into(),
-            self.machine.bwrap.clone().into(),
+            // The namespaces have processes of their own.
+            format!("--nproc={0}:{0}", limits.processes + usage::OWN).into(),
         ];
+        if let Some(user) = self.user {
+            all.push(self.machine.setpriv.clone().into());
+            all.extend([
+                format!("--reuid={user}").into(),
+                format!("--regid={user}").into(),
+                "--clear-groups".into(),
+            ]);
+        }
+        all.push(self.machine.bwrap.clone().into());
         all.extend(arguments.running(argv));
         Ok(all)
     }
@@ -423,6 +477,7 @@ impl ActorSnapshot for BwrapSnapshot {
         let folder = self.machine.folder()?;
         let actor = BwrapActor::new(Arc::clone(&self.machine), self.spec.clone(), folder);
         copy(&self.folder, &actor.folder)?;
+        actor.take_folders()?;
         Ok(Box::new(actor))
     }
 }

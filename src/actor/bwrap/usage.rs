@@ -8,6 +8,9 @@ use rustix::process::Pid;
 
 use crate::actor::{ActorLimits, Ending};
 
+/// Processes that the namespaces have of their own.
+pub(super) const OWN: u32 = 3;
+
 /// A process, as far as it is counted.
 struct Row {
     parent: i32,
@@ -35,8 +38,7 @@ pub(super) fn over(top: Pid, folder: &Path, limits: &ActorLimits) -> Option<Endi
     }
     let counted = || below.iter().filter_map(|pid| rows.get(pid));
     let threads: u64 = counted().map(|row| row.threads).sum();
-    // The namespaces have three processes of their own.
-    let most = u64::from(limits.processes) + 3;
+    let most = u64::from(limits.processes + OWN);
     if threads > most {
         return Some(Ending::Killed {
             reason: format!("it had {threads} processes and threads, of at most {most}"),

@@ -89,8 +89,7 @@ impl RunscBackend {
             activity: "preparing the folder of a run",
             source,
         };
-        let state = run.path().join("state");
-        fs::create_dir(&state).map_err(files)?;
+        let state = run.make("state")?;
         let shared = bundle::Shared::write(run.path()).map_err(files)?;
         Ok(Self {
             machine: Arc::new(Machine {
@@ -152,12 +151,7 @@ impl Machine {
     /// Returns a new folder of the run.
     fn folder(&self, prefix: &str) -> Result<PathBuf, ActorError> {
         let number = self.count.fetch_add(1, Ordering::Relaxed);
-        let folder = self.run.path().join(format!("{prefix}{number}"));
-        fs::create_dir(&folder).map_err(|source| ActorError::Files {
-            activity: "making the folder of an actor",
-            source,
-        })?;
-        Ok(folder)
+        self.run.make(&format!("{prefix}{number}"))
     }
 
     /// Starts a sandbox.

@@ -103,6 +103,9 @@ pub(super) fn text(actor: &dyn Actor, script: &str) -> String {
 
 pub(super) fn bwrap() -> Scene<BwrapBackend> {
     let base = tempfile::tempdir().unwrap();
+    // Actors of root are other users, who must get through.
+    let passable = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+    fs_err::set_permissions(base.path(), passable).unwrap();
     let backend = BwrapBackend::open(Some(base.path()))
         .unwrap_or_else(|error| panic!("{error}\nhint: apt-get install -y bubblewrap"));
     Scene {
