@@ -1,4 +1,5 @@
-//! What an actor costs, beside an interpreter in WebAssembly: medians of each step.
+//! What an actor costs, beside an interpreter in WebAssembly: medians of each step; and how
+//! exact the limit of memory is.
 //!
 //! `cargo bench --bench actor [-- ROUNDS]` prints a table. It needs `runsc`, `bwrap` and root.
 
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use wardian::actor::bwrap::BwrapBackend;
 use wardian::actor::runsc::{RunscBackend, RunscOptions};
-use wardian::actor::{ActorBackend, ActorCommand, ActorSpec, RootFs};
+use wardian::actor::{ActorBackend, ActorCommand, ActorSpec, Ending, RootFs};
 use wardian::sandbox::{ExecRequest, Limits, RuntimeOptions, WasmRuntime};
 
 /// The program that every tier runs.
@@ -38,8 +39,30 @@ fn main() {
     wasm(rounds);
     let bwrap = BwrapBackend::open(None).expect("bubblewrap is installed");
     actors(bwrap, rounds);
-    let runsc = RunscBackend::open(&RunscOptions::default()).expect("gVisor is installed");
-    actors(runsc, rounds);
+    let runsc = || RunscBackend::open(&RunscOptions::default()).expect("gVisor is installed");
+    actors(runsc(), rounds);
+    overshoot(&runsc());
+}
+
+/// Tells how far a program that only takes memory gets beyond its limit before it is ended.
+fn overshoot(backend: &impl ActorBackend) {
+    let mut spec = ActorSpec::new(RootFs::Host);
+    spec.limits.memory = 192 << 20;
+    spec.limits.disk = 64 << 20;
+    let hog = "held = []\nwhile True:\n    held.append(bytearray(b'x') * (1 << 20))\n";
+    let beyond = (0..5).map(|_| {
+        let actor = backend.create(&spec).expect("an actor starts");
+        let output = actor.exec(&ActorCommand::new(["python3", "-c", hog]));
+        match output.expect("the backend works").ending {
+            Ending::OutOfMemory { limit, used } => (used - limit) >> 20,
+            other => panic!("the hog ended otherwise: {other:?}"),
+        }
+    });
+    let most = beyond.max().expect("it ran");
+    println!(
+        "\n{}: a hog passed its limit of 256 MiB by {most} MiB at most",
+        backend.name()
+    );
 }
 
 /// Measures a backend; the last column is the wait for all that goes on in the background, once.

@@ -308,20 +308,13 @@ impl BwrapActor {
             }
         }
         for (here, there) in &self.spec.mounts {
-            arguments.show(here, there);
+            arguments.require(here, there);
         }
         for (here, there) in self.writable() {
             arguments.bind(&here, &there);
         }
         arguments.show(&self.machine.guest, Path::new(GUEST_FOLDER));
-        arguments.add([
-            "--remount-ro",
-            "/",
-            "--hostname",
-            "actor",
-            "--cap-drop",
-            "ALL",
-        ]);
+        arguments.add(["--remount-ro", "/", "--hostname", "actor"]);
         arguments.add([
             "--uid",
             &user.uid.to_string(),
