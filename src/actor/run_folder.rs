@@ -42,13 +42,10 @@ impl RunFolder {
     pub(super) fn open(base: &Path) -> Result<Self, ActorError> {
         let files = |activity| move |source| ActorError::Files { activity, source };
         let making = files("making the folder of a run");
-        // Who runs as another user for this one must get through, and see nothing on the way.
-        if let Err(error) = std::fs::DirBuilder::new()
-            .mode(0o711)
-            .recursive(true)
-            .create(base)
-        {
-            return Err(making(error));
+        if !base.exists() {
+            fs::create_dir_all(base).map_err(making)?;
+            // Who runs as another user for this one must get through, and see nothing on the way.
+            fs::set_permissions(base, std::fs::Permissions::from_mode(0o711)).map_err(making)?;
         }
         let status = fs::symlink_metadata(base).map_err(making)?;
         if !status.is_dir() || status.uid() != rustix::process::geteuid().as_raw() {
