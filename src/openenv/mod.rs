@@ -47,6 +47,8 @@ use axum::routing::{get, post};
 use serde_json::{Map, Value, json};
 use tokio::sync::{oneshot, watch};
 
+#[cfg(any(fuzzing, test))]
+pub use self::socket::fuzz_frame;
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::Grader;
 use crate::http::{

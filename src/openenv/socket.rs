@@ -340,22 +340,28 @@ fn invalid(faults: &[Invalid]) -> Reply {
     ))
 }
 
-async fn answer_frame(
-    app: &Arc<App>,
-    line: &mut Line,
-    session: &Arc<Session>,
-    text: &str,
-) -> Result<Reply, Gone> {
+/// What a frame asks for.
+#[derive(Debug, Clone, PartialEq)]
+enum Asked {
+    Reset(Map<String, Value>),
+    Step(Map<String, Value>),
+    State,
+    Mcp(Value),
+    Close,
+}
+
+/// Makes sense of a frame; fails with what is said where there is none.
+fn read_frame(text: &str) -> Result<Asked, Reply> {
     let message = match wire::read_json(text) {
         Ok(Value::Object(message)) => message,
         Ok(other) => {
             let kind = validate::python_type(&other);
             let message = format!("'{kind}' object has no attribute 'get'");
-            return Ok((Some(wire::error(&message, "SESSION_ERROR")), After::Close));
+            return Err((Some(wire::error(&message, "SESSION_ERROR")), After::Close));
         }
         Err(fault) => {
             let message = format!("Invalid JSON: {}", fault.describe());
-            return Ok(say(wire::error(&message, "INVALID_JSON")));
+            return Err(say(wire::error(&message, "INVALID_JSON")));
         }
     };
     let kind = message.get("type").cloned().unwrap_or_else(|| json!(""));
@@ -370,18 +376,37 @@ async fn answer_frame(
                 other => validate::python_repr(other),
             };
             let message = format!("Unknown message type: {shown}");
-            return Ok(say(wire::error(&message, "UNKNOWN_TYPE")));
+            return Err(say(wire::error(&message, "UNKNOWN_TYPE")));
         }
     };
     let faults = validate::check(&message, fields, false);
     if !faults.is_empty() {
-        return Ok(invalid(&faults));
+        return Err(invalid(&faults));
     }
     let data = message.get("data").and_then(Value::as_object).cloned();
     let data = data.unwrap_or_default();
-    match kind.as_str() {
-        Some("close") => Ok((None, After::Close)),
-        Some("state") => {
+    Ok(match kind.as_str() {
+        Some("close") => Asked::Close,
+        Some("state") => Asked::State,
+        Some("mcp") => Asked::Mcp(Value::Object(data)),
+        Some("reset") => Asked::Reset(data),
+        _ => Asked::Step(data),
+    })
+}
+
+async fn answer_frame(
+    app: &Arc<App>,
+    line: &mut Line,
+    session: &Arc<Session>,
+    text: &str,
+) -> Result<Reply, Gone> {
+    let asked = match read_frame(text) {
+        Ok(asked) => asked,
+        Err(reply) => return Ok(reply),
+    };
+    match asked {
+        Asked::Close => Ok((None, After::Close)),
+        Asked::State => {
             let state = session.idle_episode().map(|episode| episode.state());
             let state = match state {
                 Some(state) => Ok(state),
@@ -395,18 +420,17 @@ async fn answer_frame(
                 Err(error) => step_error(app, &error),
             }))
         }
-        Some("mcp") => {
-            let body = Value::Object(data);
+        Asked::Mcp(body) => {
             let answer = line
                 .while_listening(rpc::answer(app, &body, Some(session)))
                 .await?;
             Ok(say(wire::frame("mcp", &answer)))
         }
-        Some("reset") => {
-            let observed = line.while_listening(app.reset(session, data)).await?;
+        Asked::Reset(arguments) => {
+            let observed = line.while_listening(app.reset(session, arguments)).await?;
             Ok(say(reply(app, observed)))
         }
-        _ => step(app, line, session, data).await,
+        Asked::Step(action) => step(app, line, session, action).await,
     }
 }
 
@@ -436,4 +460,65 @@ fn reply(app: &Arc<App>, observed: Result<Observation, StepError>) -> String {
 fn step_error(app: &Arc<App>, error: &StepError) -> String {
     app.note(error);
     wire::error(&error.describe(), "EXECUTION_ERROR")
+}
+
+/// Reads a frame as a client may send it, and holds what must be so of any.
+///
+/// # Panics
+///
+/// Where that does not hold.
+#[cfg(any(fuzzing, test))]
+pub fn fuzz_frame(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    match read_frame(&text) {
+        Ok(Asked::Close | Asked::State) => {}
+        Ok(asked) => {
+            let (kind, data) = match &asked {
+                Asked::Mcp(body) => ("mcp", body.clone()),
+                Asked::Reset(arguments) => ("reset", Value::Object(arguments.clone())),
+                Asked::Step(action) => ("step", Value::Object(action.clone())),
+                Asked::Close | Asked::State => return,
+            };
+            // What was read is written, and read the same.
+            assert_eq!(read_frame(&wire::frame(kind, &data)).ok(), Some(asked));
+        }
+        Err((reply, _)) => {
+            let reply = reply.expect("what is refused is said");
+            let said: Value = serde_json::from_str(&reply).expect("it is a frame");
+            assert_eq!(said["type"], "error", "{reply}");
+            // A small frame asks for no large one: of each key that is too many, it and a reason are said.
+            let (length, limit) = (reply.len(), 4096 + 256 * text.len());
+            assert!(length <= limit, "{length} bytes are said, {limit} at most");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_seeds_of_the_fuzz_target_are_read() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/seeds/openenv_frame");
+        let mut asked = 0;
+        for seed in fs_err::read_dir(folder).unwrap() {
+            let seed = fs_err::read(seed.unwrap().path()).unwrap();
+            fuzz_frame(&seed);
+            asked += usize::from(read_frame(&String::from_utf8_lossy(&seed)).is_ok());
+        }
+        assert_eq!(asked, 4);
+    }
+
+    proptest! {
+        #[test]
+        fn any_frame_is_read_or_refused(
+            bytes in proptest::collection::vec(any::<u8>(), 0..64),
+            text in r#"(\{|\}|\[|\]|"|,|:|"type"|"data"|"step"|"reset"|"é|\\u00|1e9|-0|null| |\n){0,24}"#,
+        ) {
+            fuzz_frame(&bytes);
+            fuzz_frame(text.as_bytes());
+        }
+    }
 }
