@@ -26,6 +26,7 @@ mod answers;
 mod contest;
 mod error;
 mod fields;
+pub mod harbor;
 mod humaneval;
 mod json_text;
 mod mbpp;

@@ -8,6 +8,7 @@ mod config;
 mod engine;
 mod golden;
 mod grader;
+mod harbor;
 mod hostile_network;
 mod layering;
 mod mixture;

@@ -1,5 +1,6 @@
 //! `wardian task`: task sets.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use crate::cli::args::Format;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted};
+use crate::task::harbor::{DatasetReference, Registry, download};
 use crate::task::{TaskReport, TaskSet, validate};
 
 /// Characters of a finding in a table.
@@ -28,6 +30,23 @@ pub(in crate::cli) struct TaskArgs {
 enum TaskCommand {
     /// Check a task set: references, tests, seeds, examples and leaks
     Validate(ValidateArgs),
+    /// Bring the tasks of a registry's data set here
+    Download(DownloadArgs),
+}
+
+#[derive(Debug, Args)]
+struct DownloadArgs {
+    /// The data set: `harbor:NAME` or `harbor:NAME@VERSION`
+    dataset: String,
+    /// The registry: a JSON file that lists data sets
+    #[arg(long, value_name = "FILE", env = "WARDIAN_HARBOR_REGISTRY")]
+    registry: PathBuf,
+    /// The folder that the tasks are put into; the data set's name unless given
+    #[arg(long, value_name = "FOLDER")]
+    output: Option<PathBuf>,
+    /// How to print: text is a folder a line, JSON one object a task
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
 }
 
 #[derive(Debug, Args)]
@@ -51,7 +70,30 @@ struct ValidateArgs {
 pub(in crate::cli) fn run(args: &TaskArgs, printer: &Printer) -> Outcome {
     match &args.command {
         TaskCommand::Validate(args) => run_validate(args, printer),
+        TaskCommand::Download(args) => run_download(args, printer),
     }
+}
+
+fn run_download(args: &DownloadArgs, printer: &Printer) -> Outcome {
+    let reference: DatasetReference = args.dataset.parse().map_err(Failure::usage)?;
+    let registry = Registry::read(&args.registry).map_err(Failure::usage)?;
+    let output = (args.output.clone()).unwrap_or_else(|| PathBuf::from(&reference.name));
+    let tasks = download(&registry, &reference, &output).map_err(Failure::usage)?;
+    for task in &tasks {
+        let folder = task.folder.display().to_string();
+        let printed = if args.format == Format::Json {
+            printer.json(&serde_json::json!({
+                "name": task.name,
+                "folder": folder,
+                "commit": task.commit,
+            }))
+        } else {
+            printer.data(&folder)
+        };
+        printed.map_err(Failure::internal)?;
+    }
+    printer.note(&format!("{} of {reference}", counted(tasks.len(), "task")));
+    Ok(ExitStatus::Success)
 }
 
 fn run_validate(args: &ValidateArgs, printer: &Printer) -> Outcome {
