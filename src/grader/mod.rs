@@ -22,6 +22,7 @@
 mod answer;
 mod codec;
 mod compare;
+mod harbor;
 mod lateness;
 mod program;
 mod registry;
@@ -34,6 +35,7 @@ mod verdict;
 pub use answer::{ExactMatchGrader, NumericGrader, is_number};
 #[cfg(any(fuzzing, test))]
 pub use codec::fuzz_value;
+pub use harbor::{ErrorPolicy, MAX_REWARD_BYTES, RewardFault, Rewards, harbor_verdict};
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
 pub use registry::{GRADERS, GraderRegistry};
 pub use reward::{RewardTerms, Score, SubmissionFacts};
