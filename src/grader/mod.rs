@@ -18,24 +18,33 @@
 //! | `python` | a user's `def grade(candidate, task)` |
 //!
 //! What a verdict earns is said by [`RewardTerms`].
+//!
+//! Tasks with a shell of their own are graded otherwise, in a [`GradingSandbox`]: by their verifier,
+//! see [`verify`], or by the tests of their repository, see [`swebench`].
 
 mod answer;
 mod codec;
 mod compare;
 mod harbor;
 mod lateness;
+mod place;
 mod program;
 mod registry;
 mod reward;
 mod safe_text;
 mod stdio;
+pub mod swebench;
 mod unit_test;
 mod verdict;
 
 pub use answer::{ExactMatchGrader, NumericGrader, is_number};
 #[cfg(any(fuzzing, test))]
 pub use codec::fuzz_value;
-pub use harbor::{ErrorPolicy, MAX_REWARD_BYTES, RewardFault, Rewards, harbor_verdict};
+pub use harbor::{
+    ErrorPolicy, MAX_REWARD_BYTES, RewardFault, Rewards, Verification, VerifyJob, harbor_verdict,
+    verify,
+};
+pub use place::{GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox};
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
 pub use registry::{GRADERS, GraderRegistry};
 pub use reward::{RewardTerms, Score, SubmissionFacts};

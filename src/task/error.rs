@@ -166,6 +166,22 @@ pub enum TaskError {
         #[source]
         source: serde_json::Error,
     },
+    /// A field is no patch.
+    #[error(
+        "`{path}` row {row} has {} that is not what `git diff` writes",
+        with_article(key)
+    )]
+    Diff {
+        /// The file.
+        path: PathBuf,
+        /// The row, counted from 1.
+        row: u64,
+        /// The field.
+        key: &'static str,
+        /// What is wrong with it.
+        #[source]
+        source: crate::grader::swebench::DiffError,
+    },
     /// A field holds something that no grader can use.
     #[error(
         "`{path}` row {row} has {} that cannot be used; {remedy}",

@@ -21,6 +21,7 @@
 //! | one's own | `grader` | the one named |
 //!
 //! Rows for an environment elsewhere ([`TaskOptions::remote`]) have no schema: they say how it is reset.
+//! Tasks that need a sandbox of their own, with a shell, are read by [`harbor`] and [`swebench`].
 
 mod answers;
 mod contest;
@@ -37,6 +38,7 @@ mod rows;
 mod schema;
 mod set;
 mod source;
+pub mod swebench;
 mod validation;
 
 use std::path::Path;

@@ -528,3 +528,42 @@ fn an_unknown_data_set_is_named_with_those_there_are() {
     assert!(find("harbor:sets").ends_with("has no data set `sets`; it has `set`"));
     assert!(find("harbor:set@2").ends_with("has no version `2` of `set`; it has `1.0`"));
 }
+
+#[test]
+fn a_part_gives_its_verifier_tests_and_variables() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = "environment.workdir = \"/app\"\n[verifier]\ntimeout_sec = 5\n\
+                  env = {A = \"${HOST}\", B = \"${GONE:-b}\", C = \"x ${HOST}\"}\n\
+                  [[steps]]\nname = \"one\"\nverifier.env = {C = \"c\"}\n";
+    write_task(folder.path(), config);
+    write(folder.path(), "tests/lib/shared.py", "shared");
+    write(folder.path(), "steps/one/instruction.md", "First");
+    write(folder.path(), "steps/one/tests/test.sh", "of the step");
+    let task = HarborTask::read(folder.path()).unwrap();
+    let lookup = |name: &str| (name == "HOST").then(|| "host".to_owned());
+    let job = task.parts[0].verify_job(&task.config, &lookup).unwrap();
+    let tests: Vec<(&str, &[u8])> = (job.tests.iter())
+        .map(|(path, content)| (path.as_str(), content.as_slice()))
+        .collect();
+    assert_eq!(
+        tests,
+        [
+            ("lib/shared.py", &b"shared"[..]),
+            ("test.sh", b"of the step")
+        ]
+    );
+    let env: Vec<(&str, &str)> = (job.env.iter())
+        .map(|(name, value)| (name.as_str(), value.as_str()))
+        .collect();
+    assert_eq!(env, [("A", "host"), ("B", "b"), ("C", "c")]);
+    assert_eq!(job.workdir.as_deref(), Some("/app"));
+    assert_eq!(job.timeout.as_secs(), 600);
+    let error = task.parts[0]
+        .verify_job(&task.config, &|_| None)
+        .unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("`verifier.env.A` asks for the variable `HOST`"),
+        "{error}"
+    );
+}

@@ -21,6 +21,7 @@ mod run;
 mod run_file_page;
 mod sandbox;
 mod serve;
+mod swebench;
 mod task;
 mod task_validation;
 mod trajectory;

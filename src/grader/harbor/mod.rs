@@ -8,11 +8,13 @@
 
 mod policy;
 mod rewards;
+mod verify;
 
 use super::{GradeUsage, Verdict};
 
 pub use policy::ErrorPolicy;
 pub use rewards::{MAX_REWARD_BYTES, RewardFault, Rewards};
+pub use verify::{Verification, VerifyJob, verify};
 
 /// Judges a trial by how it ended and by the rewards that its verifier left.
 ///
@@ -59,10 +61,16 @@ mod tests {
     #[test]
     fn a_full_reward_passes_and_a_part_fails() {
         let full = verdict(None, r#"{"reward": 1, "style": 0.5}"#);
-        assert_eq!((full.reward, full.status), (Some(1.0), VerdictStatus::Passed));
+        assert_eq!(
+            (full.reward, full.status),
+            (Some(1.0), VerdictStatus::Passed)
+        );
         assert_eq!(full.rewards["style"], 0.5);
         let part = verdict(None, r#"{"reward": 0.5}"#);
-        assert_eq!((part.reward, part.status), (Some(0.5), VerdictStatus::Failed));
+        assert_eq!(
+            (part.reward, part.status),
+            (Some(0.5), VerdictStatus::Failed)
+        );
     }
 
     #[test]

@@ -219,7 +219,9 @@ mod tests {
         let main = |json, text| read(json, text).and_then(|rewards| rewards.main());
         assert_eq!(main(Some(r#"{"reward": 0.25}"#), Some("1")), Ok(0.25));
         assert_eq!(main(None, Some(" 1e-1\n")), Ok(0.1));
-        let empty = RewardFault::Empty { file: "reward.json" };
+        let empty = RewardFault::Empty {
+            file: "reward.json",
+        };
         assert_eq!(main(Some(""), Some("1")), Err(empty));
     }
 
@@ -265,6 +267,9 @@ mod tests {
         assert_eq!((mean.get("reward"), mean.get("a")), (Some(0.5), Some(0.5)));
         assert!(steps[0].reach(&[("reward", 1.0), ("a", 0.5)]));
         assert!(!steps[1].reach(&[("reward", 0.5)]));
-        assert!(!steps[1].reach(&[("a", 0.0)]), "a reward that is not there is below any");
+        assert!(
+            !steps[1].reach(&[("a", 0.0)]),
+            "a reward that is not there is below any"
+        );
     }
 }

@@ -8,6 +8,7 @@ mod checks;
 mod config;
 mod error;
 mod git;
+mod job;
 mod lax;
 mod layout;
 mod registry;

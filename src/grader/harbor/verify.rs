@@ -1,0 +1,239 @@
+//! Running a verifier after the agent is done.
+
+use std::time::Duration;
+
+use indexmap::IndexMap;
+
+use super::rewards::{MAX_REWARD_BYTES, RewardFault, Rewards};
+use crate::grader::{GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox};
+
+/// How long one step besides the verifier itself may take.
+const STEP_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Ends what the agent left running and removes what it put where the verifier reads and writes.
+///
+/// The shell, what started it and the first process of the sandbox stay.
+const CLEAN: &str = r#"
+keep=" 1 "
+pid=$$
+while [ "$pid" -gt 1 ]; do
+  keep="$keep$pid "
+  parent=0
+  while read -r key value _; do
+    [ "$key" = PPid: ] && parent=$value
+  done < "/proc/$pid/status"
+  pid=$parent
+done
+for folder in /proc/[0-9]*; do
+  pid=${folder#/proc/}
+  case "$keep" in
+    *" $pid "*) ;;
+    *) kill -KILL "$pid" 2>/dev/null ;;
+  esac
+done
+rm -rf -- /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier
+"#;
+
+/// A verifier to run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerifyJob {
+    /// Files for `/tests`, by their path in it; none where the image holds them.
+    pub tests: IndexMap<String, Vec<u8>>,
+    /// The script, in the sandbox.
+    pub script: String,
+    /// Variables of the script.
+    pub env: IndexMap<String, String>,
+    /// The folder that it starts in; the sandbox's own where none.
+    pub workdir: Option<String>,
+    /// How long it may take.
+    pub timeout: Duration,
+}
+
+/// What a verifier left.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Verification {
+    /// Its rewards, or why there are none.
+    pub rewards: Result<Rewards, RewardFault>,
+    /// Harbor's name of what ended it, where that was not itself.
+    pub ended: Option<&'static str>,
+    /// What it printed, or why it did not run.
+    pub output: String,
+}
+
+/// Runs a verifier: only now are its tests brought to the sandbox, and rewards that lay there before
+/// are removed. Its exit code says nothing.
+#[must_use]
+pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
+    let without = |ended, output: String| Verification {
+        rewards: Err(RewardFault::Missing),
+        ended: Some(ended),
+        output,
+    };
+    if let Err(why) = bring_tests(sandbox, job) {
+        return without("AddTestsDirError", why);
+    }
+    let mut command = GradingCommand::bash(
+        "chmod +x -- \"$WARDIAN_SCRIPT\" && exec \"$WARDIAN_SCRIPT\" 2>&1",
+        job.timeout,
+    );
+    command.workdir.clone_from(&job.workdir);
+    command.env.clone_from(&job.env);
+    command
+        .env
+        .insert("WARDIAN_SCRIPT".to_owned(), job.script.clone());
+    let output = match sandbox.exec(&command) {
+        Ok(output) => output,
+        Err(fault) => return without("RuntimeRequestError", told(&fault)),
+    };
+    match output.end {
+        GradingEnd::Exited(_) => {}
+        GradingEnd::TimedOut => return without("VerifierTimeoutError", output.stdout),
+        GradingEnd::Killed(why) => return without("SandboxLikelyOutOfMemoryError", why),
+    }
+    let file = |name: &str| sandbox.get(&format!("/logs/verifier/{name}"), MAX_REWARD_BYTES + 1);
+    let files = file("reward.json").and_then(|json| Ok((json, file("reward.txt")?)));
+    match files {
+        Ok((json, text)) => Verification {
+            rewards: Rewards::read(json.as_deref(), text.as_deref()),
+            ended: None,
+            output: output.stdout,
+        },
+        Err(fault) => without("DownloadVerifierDirError", told(&fault)),
+    }
+}
+
+fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<(), String> {
+    let cleaned = sandbox
+        .exec(&GradingCommand::bash(CLEAN, STEP_TIMEOUT))
+        .map_err(|fault| told(&fault))?;
+    let GradingOutput { end, stderr, .. } = cleaned;
+    if end != GradingEnd::Exited(0) {
+        return Err(format!("the sandbox could not be cleaned: {stderr}"));
+    }
+    for (path, content) in &job.tests {
+        (sandbox.put(&format!("/tests/{path}"), content)).map_err(|fault| told(&fault))?;
+    }
+    Ok(())
+}
+
+fn told(fault: &GradingFault) -> String {
+    format!("{fault}: {}", fault.source)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    /// A sandbox that holds files and does what it is told in place of the verifier.
+    #[derive(Default)]
+    struct Files {
+        files: RefCell<IndexMap<String, Vec<u8>>>,
+        written: Vec<(&'static str, &'static str)>,
+        end: Option<GradingEnd>,
+        log: RefCell<Vec<String>>,
+    }
+
+    impl GradingSandbox for Files {
+        fn exec(&self, command: &GradingCommand) -> Result<GradingOutput, GradingFault> {
+            let is_clean = command.argv[2] == CLEAN;
+            let mut end = GradingEnd::Exited(if is_clean { 0 } else { 1 });
+            if is_clean {
+                self.log.borrow_mut().push("clean".to_owned());
+                self.files.borrow_mut().clear();
+            } else {
+                let script = &command.env["WARDIAN_SCRIPT"];
+                self.log.borrow_mut().push(format!("run {script}"));
+                for (path, text) in &self.written {
+                    let mut files = self.files.borrow_mut();
+                    files.insert((*path).to_owned(), text.as_bytes().to_vec());
+                }
+                end = self.end.clone().unwrap_or(end);
+            }
+            Ok(GradingOutput {
+                end,
+                stdout: String::new(),
+                stderr: String::new(),
+                elapsed: Duration::ZERO,
+            })
+        }
+
+        fn put(&self, path: &str, content: &[u8]) -> Result<(), GradingFault> {
+            self.log.borrow_mut().push(format!("put {path}"));
+            self.files
+                .borrow_mut()
+                .insert(path.to_owned(), content.to_vec());
+            Ok(())
+        }
+
+        fn get(&self, path: &str, _: u64) -> Result<Option<Vec<u8>>, GradingFault> {
+            Ok(self.files.borrow().get(path).cloned())
+        }
+    }
+
+    fn job() -> VerifyJob {
+        VerifyJob {
+            tests: IndexMap::from([("test.sh".to_owned(), b"#!/bin/sh\n".to_vec())]),
+            script: "/tests/test.sh".to_owned(),
+            env: IndexMap::new(),
+            workdir: None,
+            timeout: Duration::from_secs(1),
+        }
+    }
+
+    #[test]
+    fn tests_come_after_the_agent_and_old_rewards_go_before_them() {
+        let sandbox = Files::default();
+        let stale = b"1".to_vec();
+        (sandbox.files.borrow_mut()).insert("/logs/verifier/reward.txt".to_owned(), stale);
+        let found = verify(&sandbox, &job());
+        assert_eq!(found.rewards, Err(RewardFault::Missing));
+        let log = sandbox.log.into_inner();
+        assert_eq!(log, ["clean", "put /tests/test.sh", "run /tests/test.sh"]);
+    }
+
+    #[test]
+    fn the_reward_counts_and_not_the_exit_code() {
+        let sandbox = Files {
+            written: vec![("/logs/verifier/reward.txt", "0.5\n")],
+            ..Files::default()
+        };
+        let found = verify(&sandbox, &job());
+        assert_eq!(found.rewards.unwrap().main(), Ok(0.5));
+        assert_eq!(found.ended, None);
+    }
+
+    #[test]
+    fn a_verifier_that_is_stopped_has_no_reward_even_where_it_left_one() {
+        let sandbox = Files {
+            written: vec![("/logs/verifier/reward.json", "{\"reward\": 1}")],
+            end: Some(GradingEnd::TimedOut),
+            ..Files::default()
+        };
+        let found = verify(&sandbox, &job());
+        assert_eq!(found.ended, Some("VerifierTimeoutError"));
+        assert_eq!(found.rewards, Err(RewardFault::Missing));
+    }
+
+    /// In a process namespace of its own, which is what every sandbox has.
+    #[test]
+    fn what_the_agent_left_running_is_ended_and_the_shell_is_not() {
+        let kill = CLEAN.rsplit_once("rm -rf").unwrap().0;
+        let script = format!("sleep 5 & left=$!; {kill} wait $left; echo ended $?");
+        let output = std::process::Command::new("unshare")
+            .args(["--pid", "--fork", "--mount-proc", "--map-root-user"])
+            .args(["bash", "-c", &script])
+            .output()
+            .expect("util-linux is installed");
+        if !output.status.success() {
+            // Without namespaces the script would end the programs of whoever runs the tests.
+            eprintln!(
+                "skipped: no namespaces: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+            return;
+        }
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "ended 137\n");
+    }
+}
