@@ -423,7 +423,7 @@ mod tests {
         #[test]
         fn no_log_is_too_odd(log in "(?s).{0,80}|([A-Z]{4,7}|[ .\\[\\]/_\n-]| \\.\\.\\. |ok){0,30}") {
             for (parser, _) in NAMES {
-                parser.parse(&log);
+                let _ = parser.parse(&log);
             }
         }
     }
