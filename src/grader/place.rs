@@ -32,6 +32,13 @@ impl GradingCommand {
         }
     }
 
+    /// Returns a script for `/bin/sh`, which every image has, with an argument for it.
+    #[must_use]
+    pub fn sh(script: &str, argument: &str, timeout: Duration) -> Self {
+        let argv = ["/bin/sh", "-c", script, "sh", argument].map(str::to_owned);
+        Self::new(argv.to_vec(), timeout)
+    }
+
     /// Returns a script for `bash`.
     #[must_use]
     pub fn bash(script: &str, timeout: Duration) -> Self {

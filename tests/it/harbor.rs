@@ -290,6 +290,11 @@ fn tests_in_the_image_of_a_verifier_are_not_brought() {
 #[case::no_script("", "tests/test.sh", "has no `tests/test.sh`; add the script")]
 #[case::no_environment("", "environment", "has no `environment/`; add it")]
 #[case::windows("[environment]\nos = \"windows\"", "", "it asks for Windows")]
+#[case::two_containers(
+    "[[artifacts]]\nsource = \"/a\"\nservice = \"db\"",
+    "",
+    "it asks for several containers"
+)]
 #[case::newer(
     "schema_version = \"2.0\"",
     "",

@@ -34,6 +34,9 @@ done
 rm -rf -- /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier
 "#;
 
+/// Runs the script, whose two outputs become one.
+const RUN: &str = r#"chmod +x -- "$1" && exec "$1" 2>&1"#;
+
 /// A verifier to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifyJob {
@@ -72,15 +75,9 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
     if let Err(why) = bring_tests(sandbox, job) {
         return without("AddTestsDirError", why);
     }
-    let mut command = GradingCommand::bash(
-        "chmod +x -- \"$WARDIAN_SCRIPT\" && exec \"$WARDIAN_SCRIPT\" 2>&1",
-        job.timeout,
-    );
+    let mut command = GradingCommand::sh(RUN, &job.script, job.timeout);
     command.workdir.clone_from(&job.workdir);
     command.env.clone_from(&job.env);
-    command
-        .env
-        .insert("WARDIAN_SCRIPT".to_owned(), job.script.clone());
     let output = match sandbox.exec(&command) {
         Ok(output) => output,
         Err(fault) => return without("RuntimeRequestError", told(&fault)),
@@ -104,7 +101,7 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
 
 fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<(), String> {
     let cleaned = sandbox
-        .exec(&GradingCommand::bash(CLEAN, STEP_TIMEOUT))
+        .exec(&GradingCommand::sh(CLEAN, "", STEP_TIMEOUT))
         .map_err(|fault| told(&fault))?;
     let GradingOutput { end, stderr, .. } = cleaned;
     if end != GradingEnd::Exited(0) {
@@ -143,7 +140,7 @@ mod tests {
                 self.log.borrow_mut().push("clean".to_owned());
                 self.files.borrow_mut().clear();
             } else {
-                let script = &command.env["WARDIAN_SCRIPT"];
+                let script = &command.argv[4];
                 self.log.borrow_mut().push(format!("run {script}"));
                 for (path, text) in &self.written {
                     let mut files = self.files.borrow_mut();
@@ -223,7 +220,7 @@ mod tests {
         let script = format!("sleep 5 & left=$!; {kill} wait $left; echo ended $?");
         let output = std::process::Command::new("unshare")
             .args(["--pid", "--fork", "--mount-proc", "--map-root-user"])
-            .args(["bash", "-c", &script])
+            .args(["/bin/sh", "-c", &script])
             .output()
             .expect("util-linux is installed");
         if !output.status.success() {

@@ -411,7 +411,8 @@ mod tests {
             }
             assert_eq!(parser.to_string().parse(), Ok(parser));
         }
-        assert!("parse_log_cargo".parse::<LogParser>().is_err());
+        let unknown = "parse_log_cargo".parse::<LogParser>().unwrap_err();
+        assert!(unknown.to_string().contains("`parse_log_cargo`"));
         assert_eq!(
             LogParser::of_repository("sympy/sympy"),
             Some(LogParser::Sympy)

@@ -80,7 +80,7 @@ pub fn swebench_verdict(
     match patch {
         PatchOutcome::Applied => {}
         PatchOutcome::Empty => {
-            return Verdict::invalid(count, "the patch changes nothing but tests", usage);
+            return Verdict::invalid(count, "there is no patch, or one of tests alone", usage);
         }
         PatchOutcome::Refused(why) => return Verdict::invalid(count, why, usage),
     }

@@ -25,7 +25,7 @@ pub enum HarborError {
         path: PathBuf,
         /// What is wrong in it.
         #[source]
-        source: Box<HarborError>,
+        source: Box<Self>,
     },
 
     // === Folders ===

@@ -98,7 +98,7 @@ pub(super) fn whole_or_float<S: Serializer>(
 
 /// A table of anything, as JSON; dates become text.
 pub(super) mod any {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
     use serde_json::{Map, Value};
 
     pub(in super::super) fn serialize<S: Serializer>(

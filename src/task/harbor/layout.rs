@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use super::HarborError;
 use super::config::{
-    EnvironmentConfig, MAX_CONFIG_BYTES, StepConfig, TaskConfig, TaskOs, VerifierMode,
+    Artifact, EnvironmentConfig, MAX_CONFIG_BYTES, StepConfig, TaskConfig, TaskOs, VerifierMode,
 };
 
 /// The largest instruction that is read.
@@ -179,6 +179,10 @@ fn check_runnable(folder: &Path, config: &TaskConfig) -> Result<(), HarborError>
         ));
     }
     let steps = config.steps.as_deref().unwrap_or_default();
+    let services = services(config).find(|service| *service != "main");
+    if services.is_some() || folder.join("environment/docker-compose.yaml").is_file() {
+        return refuse("it asks for several containers, and a sandbox here is one".to_owned());
+    }
     let verifiers = steps
         .iter()
         .map(|step| &step.verifier)
@@ -208,6 +212,19 @@ fn check_runnable(folder: &Path, config: &TaskConfig) -> Result<(), HarborError>
         }
     }
     Ok(())
+}
+
+/// Returns the services that something is taken from or run in.
+fn services(config: &TaskConfig) -> impl Iterator<Item = &str> {
+    let steps = || config.steps.iter().flatten();
+    let verifiers = steps().map(|step| &step.verifier).chain([&config.verifier]);
+    let hooks = verifiers.flat_map(|verifier| &verifier.collect);
+    let artifacts = steps()
+        .flat_map(|step| &step.artifacts)
+        .chain(&config.artifacts);
+    hooks
+        .map(|hook| hook.service.as_str())
+        .chain(artifacts.filter_map(Artifact::service))
 }
 
 fn environments(config: &TaskConfig) -> impl Iterator<Item = &EnvironmentConfig> {

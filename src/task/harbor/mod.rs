@@ -6,18 +6,22 @@
 
 mod checks;
 mod config;
+mod download;
 mod error;
 mod git;
 mod job;
 mod lax;
 mod layout;
 mod registry;
+mod settle;
+mod steps;
 
 pub use config::{
     AgentConfig, Artifact, ArtifactConfig, Author, CollectConfig, EnvironmentConfig, Healthcheck,
     McpServer, MinReward, NetworkMode, PackageInfo, SCHEMA_VERSION, SolutionConfig, StepConfig,
     StepRewards, TaskConfig, TaskOs, TpuSpec, User, VerifierConfig, VerifierMode,
 };
+pub use download::{Downloaded, download};
 pub use error::HarborError;
 pub use layout::{HarborPart, HarborTask};
-pub use registry::{DatasetReference, DatasetSpec, Downloaded, Registry, RegistryTask, download};
+pub use registry::{DatasetReference, DatasetSpec, Registry, RegistryTask};

@@ -107,14 +107,30 @@ impl<'a> Header<'a> {
     }
 }
 
+/// A side of a change.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// There is no such file, which is written `/dev/null`.
+    Nothing,
+    File(String),
+}
+
+impl Side {
+    fn path(self) -> Option<String> {
+        match self {
+            Self::Nothing => None,
+            Self::File(path) => Some(path),
+        }
+    }
+}
+
 /// What the lines before the hunks say about a file's paths.
 #[derive(Default)]
 pub(super) struct Paths {
     /// Of the first line, where both are the same.
     pub(super) both: Option<String>,
-    /// `None` inside where there is no such file.
-    pub(super) old: Option<Option<String>>,
-    pub(super) new: Option<Option<String>>,
+    pub(super) old: Option<Side>,
+    pub(super) new: Option<Side>,
     renamed: (Option<String>, Option<String>),
     is_new: bool,
     is_deleted: bool,
@@ -122,7 +138,7 @@ pub(super) struct Paths {
 
 impl Paths {
     /// Takes a line; nothing where its path cannot be read.
-    pub(super) fn note(&mut self, header: Header<'_>) -> Option<()> {
+    pub(super) fn note(&mut self, header: &Header<'_>) -> Option<()> {
         match header {
             Header::Old(text) => self.old = Some(marked_path(text, "a/")?),
             Header::New(text) => self.new = Some(marked_path(text, "b/")?),
@@ -137,7 +153,8 @@ impl Paths {
 
     /// Returns the paths before and after; nothing where the lines disagree or name none.
     pub(super) fn settle(self) -> Option<(Option<String>, Option<String>)> {
-        let (old, new) = match (self.old, self.new, self.renamed) {
+        let (was, is) = (self.old.map(Side::path), self.new.map(Side::path));
+        let (old, new) = match (was, is, self.renamed) {
             (None, None, (Some(from), Some(to))) => (Some(from), Some(to)),
             (Some(old), Some(new), (None, None)) => {
                 let is_rename = old.is_some() && new.is_some() && old != new;
@@ -163,12 +180,8 @@ impl Paths {
     }
 }
 
-/// Reads the path of a `---` or `+++` line; nothing inside for `/dev/null`.
-#[expect(
-    clippy::option_option,
-    reason = "what cannot be read is not a file that is not there"
-)]
-fn marked_path(text: &str, mark: &str) -> Option<Option<String>> {
+/// Reads the path of a `---` or `+++` line.
+fn marked_path(text: &str, mark: &str) -> Option<Side> {
     // GNU diff puts a time behind a tab.
     let text = if text.starts_with('"') {
         text
@@ -177,15 +190,16 @@ fn marked_path(text: &str, mark: &str) -> Option<Option<String>> {
     };
     let path = unquote(text.trim_end_matches('\r'))?;
     if path == "/dev/null" {
-        return Some(None);
+        return Some(Side::Nothing);
     }
-    path.strip_prefix(mark).map(|path| Some(path.to_owned()))
+    path.strip_prefix(mark)
+        .map(|path| Side::File(path.to_owned()))
 }
 
 /// Returns the path of a first line that names the same file twice.
 pub(super) fn same_path(text: &str) -> Option<String> {
-    if text.starts_with('"') {
-        let end = text[1..].find("\" \"")? + 2;
+    if let Some(inside) = text.strip_prefix('"') {
+        let end = inside.find("\" \"")? + 2; // behind the quote that closes the first path
         let (old, new) = (unquote(&text[..end])?, unquote(&text[end + 1..])?);
         let (old, new) = (old.strip_prefix("a/")?, new.strip_prefix("b/")?);
         return (old == new).then(|| old.to_owned());

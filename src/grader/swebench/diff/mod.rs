@@ -141,7 +141,7 @@ fn read_file(source: &mut Source<'_>) -> Result<FilePatch, DiffError> {
         }
         is_special |= header.is_special();
         file.is_binary |= matches!(header, Header::Binary);
-        paths.note(header).ok_or_else(|| source.malformed())?;
+        paths.note(&header).ok_or_else(|| source.malformed())?;
         file.text.push_str(line);
         file.text.push('\n');
         source.advance();
