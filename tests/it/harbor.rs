@@ -101,7 +101,10 @@ fn every_golden_configuration_reads_as_in_harbor() {
         .clone();
     let (mut read, mut refused) = (0, 0);
     for case in &cases {
-        let name = case["path"].as_str().or_else(|| case["case"].as_str()).unwrap();
+        let name = case["path"]
+            .as_str()
+            .or_else(|| case["case"].as_str())
+            .unwrap();
         let warnings: Vec<&str> = (case["warnings"].as_array().unwrap().iter())
             .filter_map(Value::as_str)
             .collect();
