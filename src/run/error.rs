@@ -228,7 +228,7 @@ pub enum RunError {
         /// The checkpoint's folder.
         path: PathBuf,
         /// What is wrong with it.
-        source: TrainerError,
+        source: Box<TrainerError>,
     },
     /// The tasks are others than those that the run began with.
     #[error(

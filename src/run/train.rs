@@ -507,7 +507,7 @@ fn begin<'a>(
             let state = load_checkpoint(path, &policy.decoder, &mut optimizer, critic.as_mut())
                 .map_err(|source| RunError::Checkpoint {
                     path: path.clone(),
-                    source,
+                    source: Box::new(source),
                 })?;
             if state.seed != config.seed {
                 return Err(RunError::SeedChanged {
