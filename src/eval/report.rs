@@ -75,6 +75,12 @@ pub struct EvalReport {
     pub unscorable: u64,
     /// The mean of pass@k over the tasks with at least `k` scored samples, by `k`.
     pub pass_at: BTreeMap<u32, f64>,
+    /// The interval of each `pass_at`, as `ci95` is that of `pass_at_1`, by `k`.
+    #[serde(default)]
+    pub pass_at_ci95: BTreeMap<u32, [f64; 2]>,
+    /// How many tasks each `pass_at` is over, by `k`.
+    #[serde(default)]
+    pub pass_at_tasks: BTreeMap<u32, usize>,
     /// The counts behind it.
     pub scores: Vec<TaskScore>,
 }
@@ -84,19 +90,34 @@ impl EvalReport {
     /// same `seed` gives the same interval.
     #[must_use]
     pub fn new(scores: Vec<TaskScore>, ks: &[u32], seed: u64) -> Self {
-        let rates: Vec<f64> = scores.iter().filter_map(|score| score.pass_at(1)).collect();
-        let at = |k: u32| {
-            let values: Vec<f64> = scores.iter().filter_map(|score| score.pass_at(k)).collect();
-            (!values.is_empty()).then(|| (k, mean(&values)))
-        };
-        Self {
+        let at =
+            |k: u32| -> Vec<f64> { (scores.iter().filter_map(|score| score.pass_at(k))).collect() };
+        let rates = at(1);
+        let ci95 = bootstrap_ci95(&rates, seed);
+        let mut report = Self {
             pass_at_1: mean(&rates),
-            ci95: bootstrap_ci95(&rates, seed),
+            ci95,
             tasks: rates.len(),
+            ..Self::default()
+        };
+        for k in ks.iter().copied() {
+            let values = at(k);
+            if values.is_empty() {
+                continue;
+            }
+            report.pass_at.insert(k, mean(&values));
+            let interval = match k {
+                1 => ci95,
+                _ => bootstrap_ci95(&values, seed),
+            };
+            report.pass_at_ci95.insert(k, interval);
+            report.pass_at_tasks.insert(k, values.len());
+        }
+        Self {
             samples: scores.iter().map(|score| u64::from(score.n)).sum(),
             unscorable: scores.iter().map(|score| u64::from(score.unscorable)).sum(),
-            pass_at: ks.iter().copied().filter_map(at).collect(),
             scores,
+            ..report
         }
     }
 
@@ -229,6 +250,21 @@ mod tests {
         assert_eq!(report.pass_at_1, 0.75);
         // pass@4 is over the one task with four samples, and no task has eight.
         assert_eq!(report.pass_at, BTreeMap::from([(1, 0.75), (4, 1.0)]));
+        assert_eq!(report.pass_at_tasks, BTreeMap::from([(1, 2), (4, 1)]));
+    }
+
+    #[test]
+    fn each_k_has_an_interval_of_its_own() {
+        // At two samples each, pass@2 of a task is whether one of them passed: 0 or 1, half of each.
+        let scores: Vec<_> = (0..200).map(|id| score(id, 2, id % 2, 0)).collect();
+        let report = EvalReport::new(scores, &[1, 2], 3);
+        assert_eq!(report.pass_at_ci95[&1], report.ci95);
+        let half = 1.96 * (0.25_f64 / 200.0).sqrt();
+        let [low, high] = report.pass_at_ci95[&2];
+        assert!((low - (0.5 - half)).abs() < 0.01, "{low}");
+        assert!((high - (0.5 + half)).abs() < 0.01, "{high}");
+        // Which is twice as wide as that of pass@1, whose tasks are at 0 or a half.
+        assert!(report.ci95[1] < 0.3, "{:?}", report.ci95);
     }
 
     #[test]
@@ -332,10 +368,14 @@ mod tests {
         let report = EvalReport::new(vec![score(602, 2, 1, 0)], &[1, 2], 0);
         assert_eq!(
             serde_json::to_string(&report).unwrap(),
-            r#"{"pass_at_1":0.5,"ci95":[0.5,0.5],"tasks":1,"samples":2,"unscorable":0,"pass_at":{"1":0.5,"2":1.0},"scores":[{"task_id":"602","n":2,"c":1,"unscorable":0}]}"#
+            r#"{"pass_at_1":0.5,"ci95":[0.5,0.5],"tasks":1,"samples":2,"unscorable":0,"pass_at":{"1":0.5,"2":1.0},"pass_at_ci95":{"1":[0.5,0.5],"2":[1.0,1.0]},"pass_at_tasks":{"1":1,"2":1},"scores":[{"task_id":"602","n":2,"c":1,"unscorable":0}]}"#
         );
         let read: EvalReport =
             serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         assert_eq!(read, report);
+        // As it was before intervals were told for each k.
+        let earlier = r#"{"pass_at_1":0.5,"ci95":[0.5,0.5],"tasks":1,"samples":2,"unscorable":0,"pass_at":{"1":0.5},"scores":[]}"#;
+        let read: EvalReport = serde_json::from_str(earlier).unwrap();
+        assert_eq!((read.pass_at[&1], read.pass_at_ci95.len()), (0.5, 0));
     }
 }

@@ -102,6 +102,17 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
         counted(report.tasks, "task"),
         counted(config.eval.samples, "sample"),
     ));
+    for (k, interval) in report.pass_at_ci95.iter().filter(|(k, _)| **k > 1) {
+        printer.note(&format!(
+            "pass@{k} has the 95 % interval {:.1} to {:.1}, over {}",
+            interval[0] * 100.0,
+            interval[1] * 100.0,
+            counted(
+                report.pass_at_tasks.get(k).copied().unwrap_or_default(),
+                "task"
+            ),
+        ));
+    }
     for (name, report) in by_environment(&config, &report) {
         printer.note(&format!(
             "{name}: pass@1 {:.1} %, {:.1} to {:.1}, over {}",
