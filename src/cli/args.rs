@@ -8,6 +8,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::failure::Failure;
+use crate::http::tls::TlsFiles;
 use crate::sandbox::{Limits, RuntimeName, SandboxError};
 
 /// Options of every command.
@@ -174,6 +175,26 @@ pub(super) fn require_http(option: &str, url: &str) -> Result<(), Failure> {
         return Ok(());
     }
     let message = format!("`{option}` is `{url}`, not an `http://` or `https://` address");
+    Err(Failure::usage(anyhow::anyhow!(message)))
+}
+
+/// Refuses certificates for an address that is spoken to without TLS; `prefix` begins their options.
+pub(super) fn require_tls_for(
+    files: &TlsFiles,
+    prefix: &str,
+    option: &str,
+    url: &str,
+) -> Result<(), Failure> {
+    if files.is_empty() || url.starts_with("https://") {
+        return Ok(());
+    }
+    let given = match files.ca {
+        Some(_) => "ca",
+        None => "cert",
+    };
+    let message = format!(
+        "`{prefix}{given}` is of no use with `{option} {url}`: give an `https://` address, or leave it out"
+    );
     Err(Failure::usage(anyhow::anyhow!(message)))
 }
 

@@ -9,6 +9,7 @@ mod retry;
 #[cfg(test)]
 pub(crate) mod tests_support;
 pub mod tls;
+mod values;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -25,6 +26,7 @@ pub(crate) use metrics::{Histogram, ResponseCounts, series};
 pub use rate::Rate;
 pub(crate) use rate::{Peer, RateLimit, retry_after};
 pub(crate) use retry::{asked_pause, may_pass};
+pub(crate) use values::count_values;
 
 /// The header that names a request, in the request and in its response.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

@@ -64,6 +64,8 @@ pub enum ProxyError {
         status: u16,
         /// What it said.
         message: String,
+        /// The name that it has for the error, if it has one, such as `context_length_exceeded`.
+        code: Option<String>,
         /// How long it asks to wait before the next request.
         retry_after: Option<Duration>,
     },

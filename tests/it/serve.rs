@@ -540,6 +540,15 @@ fn a_model_behind_an_endpoint_is_measured_as_one_here() {
     let again = [&endpoint[..], &["--model", "starter"]].concat();
     let again: Value = serde_json::from_slice(&eval(&again)).expect("it is JSON");
     assert_eq!(again["scores"], here["scores"]);
+    // Fewer of the tasks are reported alone; what all of them cost has been paid.
+    let fewer = [
+        &endpoint[..],
+        &["--model", "starter", "--set", "eval.limit=5"],
+    ]
+    .concat();
+    let fewer: Value = serde_json::from_slice(&eval(&fewer)).expect("it is JSON");
+    assert_eq!((&fewer["tasks"], &fewer["samples"]), (&json!(5), &json!(5)));
+    assert_eq!(fewer["endpoint"]["requests"], did["requests"]);
     // The questions were others.
     let other = wardian(
         &[
@@ -615,6 +624,8 @@ fn tls_is_spoken_where_certificates_are_given() {
         (["--tls-cert", &ca], "holds no private key"),
         (["--tls-cert", "none.pem"], "none.pem"),
         (["--rate-limit", "10"], "expected a rate such as `10/s`"),
+        (["--upstream-tls-ca", &ca], "`https://`"),
+        (["--upstream-tls-cert", &bundle], "`https://`"),
     ] {
         let output = wardian(&[&["proxy"], &dead[..], &options].concat()).output();
         let output = output.expect("the binary starts");
@@ -622,4 +633,12 @@ fn tls_is_spoken_where_certificates_are_given() {
         assert_eq!(output.status.code(), Some(2), "{errors}");
         assert!(errors.contains(part), "{errors}");
     }
+    let plain = ["eval", "--endpoint", dead[1], "--tls-ca", &ca];
+    let output = wardian(&plain).output().expect("the binary starts");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(
+        errors.contains("`--tls-ca`") && errors.contains("`https://`"),
+        "{errors}"
+    );
 }

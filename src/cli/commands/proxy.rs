@@ -11,7 +11,7 @@ use clap::Args;
 use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime, secret};
 use super::setup;
 use crate::cli::ExitStatus;
-use crate::cli::args::{ModelArgs, parse_duration, require_http};
+use crate::cli::args::{ModelArgs, parse_duration, require_http, require_tls_for};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::http;
@@ -124,14 +124,16 @@ struct UpstreamArgs {
 impl UpstreamArgs {
     fn config(&self, url: &str, max_calls: usize) -> Result<UpstreamConfig, Failure> {
         require_http("--upstream", url)?;
+        let tls = TlsFiles {
+            certificate: self.upstream_tls_cert.clone(),
+            key: self.upstream_tls_key.clone(),
+            ca: self.upstream_tls_ca.clone(),
+        };
+        require_tls_for(&tls, "--upstream-tls-", "--upstream", url)?;
         Ok(UpstreamConfig {
             model: self.upstream_model.clone(),
             api_key: secret(self.upstream_key_env.as_deref()).map_err(Failure::usage)?,
-            tls: TlsFiles {
-                certificate: self.upstream_tls_cert.clone(),
-                key: self.upstream_tls_key.clone(),
-                ca: self.upstream_tls_ca.clone(),
-            },
+            tls,
             is_streamed: self.upstream_stream,
             asks_for_ids: !self.upstream_without_ids,
             timeout: self.upstream_timeout,

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 
 use super::results::{EndpointUsage, EpisodeRecord};
-use super::{Asker, EndpointConfig};
+use super::{Asker, EndpointConfig, is_overflow};
 use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec, json_type};
 use crate::proxy::{Completion, Ending, ProxyError};
 use crate::rollout::Episode;
+use crate::trajectory::Status;
 
 /// How the turns of one episode are sampled.
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +24,8 @@ pub(super) enum Ended {
     Done(EpisodeRecord),
     /// The endpoint failed it.
     Failed(EpisodeRecord, ProxyError),
-    /// It was asked to stop.
-    Stopped,
+    /// It was asked to stop, and says what it had cost.
+    Stopped(EpisodeRecord),
 }
 
 /// Plays an episode to its end.
@@ -40,13 +41,24 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
         true => episode.environment().tools().to_vec(),
         false => Vec::new(),
     };
+    // What is left of the episode's tokens, where the endpoint counts them.
+    let mut left = config.max_total_tokens;
     loop {
+        let sampling = TurnSampling {
+            max_new_tokens: sampling.max_new_tokens.min(left),
+            ..sampling
+        };
         let body = request(config, &conversation, &tools, sampling);
         let started = Instant::now();
         let completion = match asker.ask(&body, &mut usage.retries) {
             Ok(Some(completion)) => completion,
-            Ok(None) => return Ended::Stopped,
-            Err(error) if usage.requests > 0 && is_overflow(&error) => {
+            Ok(None) => {
+                let mut trajectory = episode.into_trajectory();
+                let reason = "the evaluation was stopped".to_owned();
+                trajectory.status = Status::Failed { reason };
+                return Ended::Stopped(EpisodeRecord { trajectory, usage });
+            }
+            Err(error) if is_overflow(&error) => {
                 episode.close();
                 break;
             }
@@ -56,16 +68,22 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
                 return Ended::Failed(EpisodeRecord { trajectory, usage }, error);
             }
         };
-        usage.requests += 1;
-        usage.prompt_tokens += completion.prompt_tokens as u64;
-        usage.completion_tokens += completion.completion_tokens as u64;
+        usage.count(completion.tokens);
+        let (prompt, answer) = completion.tokens.unwrap_or_default();
+        // A prompt that leaves no room, which is counted by who read it, is not sampled from here either.
+        if prompt >= config.max_total_tokens {
+            episode.close();
+            break;
+        }
         let turn = parse(&completion);
-        let is_cut_off = completion.ending == Ending::Length;
+        let is_cut_off =
+            completion.ending == Ending::Length || prompt + answer > config.max_total_tokens;
         let seconds = started.elapsed().as_secs_f64();
         let Some(answers) = episode.take_untraced_turn(&turn, is_cut_off, seconds) else {
             break;
         };
-        if completion.prompt_tokens + completion.completion_tokens >= config.max_total_tokens {
+        left = config.max_total_tokens.saturating_sub(prompt + answer);
+        if left == 0 {
             episode.close();
             break;
         }
@@ -76,12 +94,6 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
         trajectory: episode.into_trajectory(),
         usage,
     })
-}
-
-/// Returns whether a request was refused because the conversation is longer than the model reads.
-/// Servers say so in their own words; all of them speak of the context.
-fn is_overflow(error: &ProxyError) -> bool {
-    matches!(error, ProxyError::Refused { status: 400 | 413 | 422, message, .. } if message.contains("context"))
 }
 
 fn request(
@@ -166,8 +178,9 @@ fn push_turn(conversation: &mut Vec<Value>, mut message: Value, turn: u64) -> Ve
     if let Some(fields) = message.as_object_mut() {
         fields.remove("reasoning_content");
     }
-    let calls = message["tool_calls"].as_array_mut().into_iter().flatten();
-    for (index, call) in calls.enumerate() {
+    // By its index a turn without calls would get a field of nothing, which servers refuse.
+    let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
+    for (index, call) in calls.into_iter().flatten().enumerate() {
         let id = match call["id"].as_str() {
             Some(id) if !id.is_empty() => id.to_owned(),
             _ => format!("call_{turn}_{index}"),

@@ -57,6 +57,12 @@ pub enum EndpointError {
         /// What is asked for.
         expected: String,
     },
+    /// Another evaluation writes into the file.
+    #[error("`{}` is in use by another evaluation; wait for its end, or choose another file", path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
     /// The file holds what is no result.
     #[error("`{}`, line {line}: {problem}; choose another file", path.display())]
     NoResults {
@@ -78,6 +84,11 @@ pub enum EndpointError {
     /// The files for TLS cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
+    /// The file ends in a part of a line that could not be cut off.
+    #[error(
+        "the results end in an episode that was not written to its end; the same command drops it"
+    )]
+    Torn,
     /// The results cannot be read or written.
     #[error("the results cannot be kept")]
     Io(#[from] std::io::Error),
@@ -92,6 +103,7 @@ impl EndpointError {
             Self::Refused { .. }
                 | Self::Models { .. }
                 | Self::OtherResults { .. }
+                | Self::InUse { .. }
                 | Self::NoResults { .. }
                 | Self::Tls(_)
         )

@@ -7,6 +7,7 @@
 
 mod conversation;
 mod error;
+mod refusal;
 mod results;
 
 #[cfg(test)]
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value};
 
 use self::conversation::{Ended, TurnSampling, backoff, play};
+use self::refusal::{is_overflow, remedy};
 use crate::proxy::{Completion, ProxyError, Upstream, UpstreamConfig};
 use crate::rollout::{CollectionSeed, Episode, GroupRequest, derive_seed, side_by_side};
 
@@ -126,7 +128,9 @@ impl Asker<'_> {
             }
             tried += 1;
             *retries += 1;
-            let pause = error.retry_after().unwrap_or_else(|| backoff(tried));
+            // Who asks for no pause, or a short one, may not know how many come back.
+            let asked = error.retry_after().unwrap_or_default();
+            let pause = backoff(tried).max(asked);
             tracing::info!(%error, ?pause, "the endpoint is asked again");
             self.pause(pause.min(LONGEST_PAUSE));
         }
@@ -194,9 +198,9 @@ pub fn evaluate_endpoint(
     };
     let mut keeper = Keeper {
         config,
+        has_answered: results.has_answered(),
         results,
         failures: 0,
-        has_answered: false,
     };
     let mut outcome = Ok(());
     side_by_side(
@@ -239,13 +243,24 @@ struct Keeper<'a> {
 }
 
 impl Keeper<'_> {
+    /// Keeps an episode without an end if it has cost something.
+    fn keep_cost(&mut self, record: EpisodeRecord) -> Result<(), EndpointError> {
+        match record.usage == EndpointUsage::default() {
+            true => Ok(()),
+            false => self.results.append(record),
+        }
+    }
+
     /// Returns whether an episode is done.
     fn keep(&mut self, ended: Ended) -> Result<bool, EndpointError> {
         match ended {
-            Ended::Stopped => Ok(false),
+            Ended::Stopped(record) => {
+                self.keep_cost(record)?;
+                Ok(false)
+            }
             Ended::Done(record) => {
                 self.failures = 0;
-                self.has_answered = true;
+                self.has_answered |= record.usage.requests > 0;
                 self.results.append(record)?;
                 Ok(true)
             }
@@ -254,6 +269,7 @@ impl Keeper<'_> {
                 self.failures += 1;
                 let url = || self.config.upstream.url.clone();
                 if let Some(remedy) = remedy(&error, self.has_answered) {
+                    self.keep_cost(record)?;
                     return Err(EndpointError::Refused {
                         url: url(),
                         remedy,
@@ -271,24 +287,5 @@ impl Keeper<'_> {
                 Ok(true)
             }
         }
-    }
-}
-
-/// Returns what helps against an error that every episode would meet, if it is one.
-fn remedy(error: &ProxyError, has_answered: bool) -> Option<&'static str> {
-    let (ProxyError::Refused { status, .. } | ProxyError::Unavailable { status, .. }) = error
-    else {
-        return None;
-    };
-    match status {
-        401 | 403 => Some("check the key (`--api-key-env`)"),
-        404 => {
-            Some("check the address, which ends in `/v1`, and the name of the model (`--model`)")
-        }
-        400 | 422 if !has_answered => Some(
-            "check the model, leave the tools out (`--no-tools`) if the server reads no calls, or change \
-             fields (`--extra`)",
-        ),
-        _ => None,
     }
 }

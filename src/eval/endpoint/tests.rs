@@ -155,7 +155,7 @@ fn evaluate(
 fn records(config: &EndpointConfig, requests: Vec<GroupRequest>) -> Vec<EpisodeRecord> {
     let mut results = ResultsFile::in_memory();
     evaluate(config, requests, &mut results).unwrap();
-    results.into_records()
+    results.into_records(|_, _| true)
 }
 
 #[test]
@@ -229,6 +229,8 @@ fn a_conversation_goes_on_as_servers_want_it() {
         "{}",
         told(5)
     );
+    // A turn without calls has no list of them, nor a null in its place.
+    assert_eq!(said[6], json!({"role": "assistant", "content": "I wait."}));
     assert_eq!(said[7], json!({"role": "user", "content": "Call a tool."}));
     let [record] = &records[..] else {
         panic!("{records:?}");
@@ -241,6 +243,7 @@ fn a_conversation_goes_on_as_servers_want_it() {
     let usage = EndpointUsage {
         requests: 3,
         retries: 0,
+        uncounted: 0,
         prompt_tokens: 90,
         completion_tokens: 15,
     };
@@ -344,13 +347,14 @@ fn what_no_episode_can_get_past_ends_it_and_says_what_helps() {
         ("401 Unauthorized", "--api-key-env"),
         ("404 Not Found", "the name of the model"),
         ("400 Bad", "--no-tools"),
+        ("308 Elsewhere", "check the address"),
     ] {
         let url = serve(move |_| whole(status, r#"{"error": {"message": "no such thing"}}"#));
         let mut results = ResultsFile::in_memory();
         let error = evaluate(&config(&url), requests(&["t"], 20), &mut results).unwrap_err();
         assert!(error.is_usage());
         assert!(error.to_string().contains(remedy), "{status}: {error}");
-        assert!(results.into_records().is_empty());
+        assert!(results.into_records(|_, _| true).is_empty());
     }
 }
 
@@ -382,6 +386,198 @@ fn a_context_that_is_full_ends_an_episode_and_is_the_models_doing() {
         assert_eq!((episode.passed, episode.reward), (Some(false), Some(0.0)));
         assert_eq!(episode.status, Status::Truncated);
     }
+}
+
+const TOO_LONG: &str =
+    r#"{"error": {"message": "Too many tokens.", "code": "context_length_exceeded"}}"#;
+
+/// Whoever is asked first, and however many there are in a row.
+#[test]
+fn tasks_that_are_too_long_are_the_models_failures_and_end_nothing() {
+    let url = serve(|body| match body["messages"][0]["content"].as_str() {
+        Some(content) if content.starts_with("long") => whole("400 Bad Request", TOO_LONG),
+        _ => done(),
+    });
+    let mut config = config(&url);
+    config.concurrency = 1;
+    let mut asked = requests(&["t"], 1);
+    let long = (0..6).map(|_| Box::new(Long) as Box<dyn Environment>);
+    asked.insert(
+        0,
+        GroupRequest {
+            task_id: "long".to_owned(),
+            visit: 0,
+            max_new_tokens: None,
+            environments: long.collect(),
+        },
+    );
+    let records = records(&config, asked);
+    let (long, short) = records.split_at(6);
+    for record in long {
+        let episode = &record.trajectory;
+        assert_eq!(
+            (episode.passed, &episode.status),
+            (Some(false), &Status::Truncated)
+        );
+        assert_eq!(record.usage, EndpointUsage::default());
+    }
+    assert_eq!(short[0].trajectory.passed, Some(true));
+}
+
+/// Says more than the model reads.
+struct Long;
+
+impl Environment for Long {
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        Ok(vec![Message::user("long ".repeat(100))])
+    }
+
+    fn tools(&self) -> &[ToolSpec] {
+        &[]
+    }
+
+    fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+        unreachable!("no turn comes of it")
+    }
+
+    fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        ended(EpisodeStatus::NoSubmission)
+    }
+
+    fn stats(&self) -> EpisodeStats {
+        EpisodeStats::default()
+    }
+}
+
+#[test]
+fn a_turn_is_given_what_is_left_of_the_episodes_tokens() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let bodies = Arc::clone(&seen);
+    let url = serve(move |body| {
+        let mut seen = bodies.lock().unwrap();
+        seen.push(body["max_tokens"].as_u64().unwrap());
+        let prompt = [100, 960, 995][seen.len() - 1];
+        say(
+            &json!({"role": "assistant", "content": "Hm."}),
+            "stop",
+            prompt,
+        )
+    });
+    let mut only = config(&url);
+    only.max_new_tokens = 900;
+    let once = records(&only, requests(&["t"], 1));
+    // 105 of 1000 tokens were used after the first turn, 965 after the second, all after the third.
+    assert_eq!(*seen.lock().unwrap(), [900, 895, 35]);
+    assert_eq!(once[0].trajectory.turns.len(), 3);
+
+    // What is over the limit at once was not sampled within it: its answer counts as cut off or not at all.
+    for (prompt, turns) in [(998, 1), (1000, 0)] {
+        let url = serve(move |_| {
+            let calls = [call("c", "done", "{}")];
+            let message = json!({"role": "assistant", "content": null, "tool_calls": calls});
+            say(&message, "tool_calls", prompt)
+        });
+        let records = records(&config(&url), requests(&["t"], 1));
+        let episode = &records[0].trajectory;
+        assert_eq!(
+            (episode.passed, &episode.status),
+            (Some(false), &Status::Truncated)
+        );
+        assert_eq!(episode.turns.len(), turns);
+        assert_eq!(records[0].usage.prompt_tokens, prompt);
+    }
+}
+
+#[test]
+fn answers_without_counts_are_told_from_answers_of_no_tokens() {
+    let url = serve(|body| match turns_of(body) {
+        0 => calls(&[call("a", "knock", "{}")]),
+        _ => {
+            let calls = [call("c", "done", "{}")];
+            let message = json!({"role": "assistant", "content": null, "tool_calls": calls});
+            let choice = json!({"index": 0, "message": message, "finish_reason": "tool_calls"});
+            whole("200 OK", &json!({"choices": [choice]}).to_string())
+        }
+    });
+    let records = records(&config(&url), requests(&["t"], 1));
+    let usage = EndpointUsage {
+        requests: 2,
+        retries: 0,
+        uncounted: 1,
+        prompt_tokens: 10,
+        completion_tokens: 5,
+    };
+    assert_eq!(records[0].usage, usage);
+}
+
+/// What was paid for is told, whatever came of it.
+#[test]
+fn costs_are_those_of_all_that_was_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("results.jsonl");
+    let asked = Map::new();
+    let costs = |results: &ResultsFile| (results.usage().requests, results.usage().prompt_tokens);
+    // The endpoint fails after a turn, then the key is revoked after one.
+    for (status, before, after) in [("500 Oops", 0, 1), ("401 Unauthorized", 1, 2)] {
+        let url = serve(move |body| match turns_of(body) {
+            0 => calls(&[call("a", "knock", "{}")]),
+            _ => whole(status, "{}"),
+        });
+        let mut config = config(&url);
+        config.retries = 0;
+        let mut results = ResultsFile::open(&path, &asked).unwrap();
+        assert_eq!(costs(&results), (before, before * 10));
+        let outcome = evaluate(&config, requests(&["t"], 1), &mut results);
+        assert_eq!(outcome.is_err(), status.starts_with("401"), "{outcome:?}");
+        assert_eq!(costs(&results), (after, after * 10));
+    }
+    // It is asked to stop between two turns.
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopping = Arc::clone(&stop);
+    let url = serve(move |_| {
+        stopping.store(true, Ordering::Relaxed);
+        calls(&[call("a", "knock", "{}")])
+    });
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    let outcome = evaluate_endpoint(
+        &config(&url),
+        requests(&["t"], 1),
+        SEED,
+        &mut results,
+        &stop,
+        &mut |_| {},
+    );
+    assert!(
+        matches!(outcome, Err(EndpointError::Stopped { done: 0, total: 1 })),
+        "{outcome:?}"
+    );
+    drop(results);
+    // It ends well.
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    assert_eq!(costs(&results), (3, 30));
+    let url = serve(|_| done());
+    evaluate(&config(&url), requests(&["t"], 1), &mut results).unwrap();
+    drop(results);
+    let results = ResultsFile::open(&path, &asked).unwrap();
+    assert_eq!(costs(&results), (4, 40));
+    let records = results.into_records(|_, _| true);
+    assert_eq!(records.len(), 1);
+    assert_eq!(records[0].trajectory.passed, Some(true));
+}
+
+/// A file goes on with fewer tasks and samples than it holds.
+#[test]
+fn only_what_is_asked_for_is_reported() {
+    let url = serve(|_| done());
+    let mut results = ResultsFile::in_memory();
+    evaluate(&config(&url), requests(&["t", "u", "v"], 2), &mut results).unwrap();
+    let records = results.into_records(|task_id, sample| task_id != "v" && sample < 1);
+    let mut found: Vec<_> = records
+        .iter()
+        .map(|record| (record.trajectory.task_id.as_str(), record.trajectory.sample))
+        .collect();
+    found.sort_unstable();
+    assert_eq!(found, [("t", 0), ("u", 0)]);
 }
 
 #[test]
@@ -420,7 +616,7 @@ fn an_evaluation_that_was_interrupted_goes_on() {
     let mut results = ResultsFile::open(&path, &asked).unwrap();
     evaluate(&config, requests(&["t"], 3), &mut results).unwrap();
     // What could not be scored is tried again.
-    let mut failed = results.into_records()[0].clone();
+    let mut failed = results.into_records(|_, _| true)[0].clone();
     failed.trajectory.task_id = "u".to_owned();
     failed.trajectory.sample = 0;
     failed.trajectory.passed = None;
@@ -435,14 +631,16 @@ fn an_evaluation_that_was_interrupted_goes_on() {
     let mut results = ResultsFile::open(&path, &asked).unwrap();
     evaluate(&config, requests(&["t", "u"], 3), &mut results).unwrap();
     assert_eq!(count.load(Ordering::Relaxed), 3 + 3);
-    let records = results.into_records();
+    let records = results.into_records(|_, _| true);
     let scores = TaskScore::count(records.iter().map(|record| &record.trajectory));
     let counts: Vec<_> = scores
         .iter()
         .map(|score| (score.n, score.c, score.unscorable))
         .collect();
     assert_eq!(counts, [(3, 3, 0), (3, 3, 0)]);
-    let again = ResultsFile::open(&path, &asked).unwrap().into_records();
+    let again = ResultsFile::open(&path, &asked)
+        .unwrap()
+        .into_records(|_, _| true);
     assert_eq!(again.len(), 6);
 
     let mut other = asked;
@@ -452,6 +650,44 @@ fn an_evaluation_that_was_interrupted_goes_on() {
         error.contains("another `temperature` (1.0, now 0.5)"),
         "{error}"
     );
+}
+
+/// What one task's messages are refused for ends that task alone, also in the first request after a pause.
+#[test]
+fn an_endpoint_that_has_answered_before_takes_the_requests() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("results.jsonl");
+    let asked = Map::new();
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    let url = serve(|_| done());
+    evaluate(&config(&url), requests(&["t"], 1), &mut results).unwrap();
+    drop(results);
+    let mut results = ResultsFile::open(&path, &asked).unwrap();
+    let url = serve(|_| {
+        whole(
+            "400 Bad",
+            r#"{"error": {"message": "a word that I do not like"}}"#,
+        )
+    });
+    evaluate(&config(&url), requests(&["t", "u"], 1), &mut results).unwrap();
+    let records = results.into_records(|_, _| true);
+    assert_eq!(records[1].trajectory.passed, None);
+}
+
+/// A server that asks for no pause is not hammered.
+#[test]
+fn a_pause_is_never_shorter_than_ours() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let url = serve(move |_| match count.fetch_add(1, Ordering::Relaxed) {
+        0 | 1 => whole_with("503 Busy", "Retry-After: 0\r\n", "{}"),
+        _ => done(),
+    });
+    let started = Instant::now();
+    let records = records(&config(&url), requests(&["t"], 1));
+    assert_eq!(records[0].usage.retries, 2);
+    // At least half of 0.5 s and of 1 s.
+    assert!(started.elapsed() >= Duration::from_millis(750));
 }
 
 #[test]

@@ -7,13 +7,29 @@ use super::super::backend::Outcome;
 use super::super::dialect::Answer;
 use super::super::record::{CallTokens, Ending};
 use super::sse::SseEvent;
+use crate::http::count_values;
 use crate::openai::{Delta, Usage};
 
 /// Most tool calls of an answer.
 const MAX_CALLS: usize = 256;
 
+/// Most JSON values of an error that is made sense of.
+const MAX_ERROR_VALUES: usize = 1 << 12;
+
 fn broken(what: impl Into<String>) -> ProxyError {
     ProxyError::upstream(what)
+}
+
+/// Refuses JSON that would take far more memory than its text.
+pub(super) fn check_values(text: &[u8], limit: usize) -> Result<(), ProxyError> {
+    match count_values(text) > limit {
+        true => Err(too_many_values(limit)),
+        false => Ok(()),
+    }
+}
+
+fn too_many_values(limit: usize) -> ProxyError {
+    broken(format!("its answer has more than {limit} JSON values"))
 }
 
 /// Reads a chat completion.
@@ -185,15 +201,28 @@ pub(super) struct Assembled {
     logprobs: Option<Vec<Value>>,
     usage: Value,
     has_begun: bool,
+    /// Values that may still be kept of ids and log-probabilities.
+    values_left: usize,
+    max_values: usize,
 }
 
 impl Assembled {
+    /// Takes a completion of at most so many JSON values.
+    pub(super) fn new(max_values: usize) -> Self {
+        Self {
+            values_left: max_values,
+            max_values,
+            ..Self::default()
+        }
+    }
+
     /// Takes an event; adds the new text to `delta`. Returns whether it was the last one.
     pub(super) fn push(&mut self, event: &SseEvent, delta: &mut Delta) -> Result<bool, ProxyError> {
         let data = event.data.trim();
         if data == "[DONE]" {
             return Ok(true);
         }
+        check_values(data.as_bytes(), self.max_values)?;
         let chunk: Value = serde_json::from_str(data)
             .map_err(|error| broken(format!("an event of its stream is no JSON: {error}")))?;
         let Value::Object(mut chunk) = chunk else {
@@ -230,9 +259,22 @@ impl Assembled {
         keep(&mut self.prompt_token_ids, &mut choice, "prompt_token_ids");
         keep(&mut self.finish_reason, &mut choice, "finish_reason");
         keep(&mut self.stop_reason, &mut choice, "stop_reason");
-        extend(&mut self.token_ids, choice.remove("token_ids"));
-        if let Some(Value::Object(mut logprobs)) = choice.remove("logprobs") {
-            extend(&mut self.logprobs, logprobs.remove("content"));
+        let mut logprobs = choice.remove("logprobs").unwrap_or_default();
+        for (all, new) in [
+            (&mut self.token_ids, choice.remove("token_ids")),
+            (
+                &mut self.logprobs,
+                logprobs.get_mut("content").map(Value::take),
+            ),
+        ] {
+            let Some(Value::Array(new)) = new else {
+                continue;
+            };
+            let values: usize = new.iter().map(values_of).sum();
+            self.values_left = (self.values_left)
+                .checked_sub(values)
+                .ok_or_else(|| too_many_values(self.max_values))?;
+            all.get_or_insert_default().extend(new);
         }
         let told = choice.remove("delta").unwrap_or_default();
         // Some tell reasoning under both names.
@@ -338,15 +380,35 @@ fn keep(kept: &mut Value, fields: &mut Map<String, Value>, name: &str) {
     }
 }
 
-fn extend(all: &mut Option<Vec<Value>>, new: Option<Value>) {
-    if let Some(Value::Array(new)) = new {
-        all.get_or_insert_default().extend(new);
-    }
+/// Returns how many values there are, names of fields among them.
+fn values_of(value: &Value) -> usize {
+    let within: usize = match value {
+        Value::Array(values) => values.iter().map(values_of).sum(),
+        Value::Object(fields) => fields.values().map(|value| 1 + values_of(value)).sum(),
+        _ => 0,
+    };
+    1 + within
 }
 
 /// Returns the message of an error's body, in any of the shapes that servers give it.
-pub(super) fn message_of(body: &[u8]) -> String {
-    let value: Value = serde_json::from_slice(body).unwrap_or_default();
+fn message_of(body: &[u8]) -> String {
+    message_and_code(body).0
+}
+
+/// Returns the message of an error's body, in any of the shapes that servers give it, and the name that it
+/// has for the error: OpenAI's `code`, or the `type` where there is none.
+pub(super) fn message_and_code(body: &[u8]) -> (String, Option<String>) {
+    let value: Value = match count_values(body) <= MAX_ERROR_VALUES {
+        true => serde_json::from_slice(body).unwrap_or_default(),
+        false => Value::Null,
+    };
+    let names = [
+        &value["error"]["code"],
+        &value["code"],
+        &value["error"]["type"],
+        &value["type"],
+    ];
+    let code = names.into_iter().find_map(Value::as_str).map(str::to_owned);
     let told = [
         &value["error"]["message"],
         &value["message"],
@@ -354,5 +416,6 @@ pub(super) fn message_of(body: &[u8]) -> String {
         &value["error"],
     ];
     let told = told.into_iter().find_map(Value::as_str);
-    told.map_or_else(|| String::from_utf8_lossy(body).into_owned(), str::to_owned)
+    let message = told.map_or_else(|| String::from_utf8_lossy(body).into_owned(), str::to_owned);
+    (message, code)
 }

@@ -1,8 +1,8 @@
 //! Another server with the OpenAI API as the one who answers: vLLM, `wardian serve`, a gateway
 //! in front of them.
 //!
-//! It is asked for its ids (`return_token_ids`, `logprobs`). What it says is bounded in bytes and in
-//! time, and checked: ids and log-probabilities must be as many as each other and as it counts. It is
+//! It is asked for its ids (`return_token_ids`, `logprobs`). What it says is bounded in bytes, in values
+//! and in time, and checked: ids and log-probabilities must be as many as each other and as it counts. It is
 //! not trusted to keep its own rules, only to answer.
 
 mod answer;
@@ -19,7 +19,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use tokio::sync::{Semaphore, mpsc};
 
-use self::answer::{Assembled, message_of, read};
+use self::answer::{Assembled, check_values, message_and_code, read};
 use self::tls::tls_config;
 use super::ProxyError;
 use super::backend::{Ended, Outcome, Told, tell};
@@ -39,6 +39,15 @@ const REFUSALS: [u16; 4] = [400, 413, 422, 429];
 
 /// The longest message of an upstream that is passed on, in characters.
 const MAX_MESSAGE: usize = 1000;
+
+/// Most JSON values of an answer without ids.
+const MAX_VALUES: usize = 1 << 18;
+
+/// Most JSON values of an answer with ids and log-probabilities, which tell each token in some sixteen.
+const MAX_VALUES_WITH_IDS: usize = 1 << 21;
+
+/// Most JSON values of a list of models.
+const MAX_MODEL_VALUES: usize = 1 << 16;
 
 /// Pieces of an answer that wait for a slow client.
 const WAITING: usize = 64;
@@ -123,10 +132,8 @@ pub struct Completion {
     pub message: Value,
     /// How it ended.
     pub ending: Ending,
-    /// Tokens of the prompt, as the upstream counts them.
-    pub prompt_tokens: usize,
-    /// Tokens of the answer, as the upstream counts them.
-    pub completion_tokens: usize,
+    /// Tokens of the prompt and of the answer, as the upstream counts them, if it does.
+    pub tokens: Option<(usize, usize)>,
 }
 
 enum Said {
@@ -249,8 +256,8 @@ impl Upstream {
         Ok(Completion {
             message,
             ending,
-            prompt_tokens: usage.prompt,
-            completion_tokens: usage.completion,
+            // No prompt is empty: this one was not counted.
+            tokens: (usage.prompt > 0).then_some((usage.prompt, usage.completion)),
         })
     }
 
@@ -280,6 +287,7 @@ impl Upstream {
             .limit(1 << 20)
             .read_to_vec();
         let body = body.map_err(|error| failed(error, config))?;
+        check_values(&body, MAX_MODEL_VALUES)?;
         serde_json::from_slice(&body)
             .map_err(|error| ProxyError::upstream(format!("its models are no JSON: {error}")))
     }
@@ -325,6 +333,7 @@ impl Exchange<'_> {
         if status != 200 {
             return Err(refused(status, retry_after, &body));
         }
+        check_values(&body, self.max_values())?;
         let whole: Value = serde_json::from_slice(&body)
             .map_err(|error| ProxyError::upstream(format!("its answer is no JSON: {error}")))?;
         let outcome = self.read(&whole)?;
@@ -339,7 +348,7 @@ impl Exchange<'_> {
     fn read_stream(&self, body: &mut dyn std::io::Read) -> Result<Outcome, ProxyError> {
         let broken = |error: SseError| ProxyError::upstream(format!("its stream: {error}"));
         let mut parser = SseParser::new(self.config.max_response_bytes);
-        let mut assembled = Assembled::default();
+        let mut assembled = Assembled::new(self.max_values());
         let mut buffer = vec![0; 16 << 10];
         let (mut left, mut is_done) = (self.config.max_response_bytes, false);
         while !is_done {
@@ -378,6 +387,13 @@ impl Exchange<'_> {
         sender
             .blocking_send(Said::More(delta))
             .map_err(|_| ProxyError::upstream("nobody waits for its answer"))
+    }
+
+    fn max_values(&self) -> usize {
+        match self.config.asks_for_ids || self.call.tells_logprobs {
+            true => MAX_VALUES_WITH_IDS,
+            false => MAX_VALUES,
+        }
     }
 
     fn too_long(&self) -> ProxyError {
@@ -424,9 +440,12 @@ fn refused(status: u16, retry_after: Option<Duration>, body: &[u8]) -> ProxyErro
             retry_after,
         };
     }
+    let (message, code) = message_and_code(body);
+    let bounded = |text: String| text.chars().take(MAX_MESSAGE).collect();
     ProxyError::Refused {
         status,
-        message: message_of(body).chars().take(MAX_MESSAGE).collect(),
+        message: bounded(message),
+        code: code.map(bounded),
         retry_after,
     }
 }

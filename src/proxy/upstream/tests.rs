@@ -488,3 +488,49 @@ async fn an_upstream_behind_tls_is_shown_a_certificate() {
         "{refused:?}"
     );
 }
+
+/// A few megabytes that would be gigabytes in memory.
+#[tokio::test]
+async fn an_answer_of_countless_values_is_refused_before_it_is_read() {
+    let objects = |bytes: usize| format!("[{}0]", r#"{"":0},"#.repeat(bytes / 7));
+    let many = objects(8 << 20);
+    let in_whole = format!(r#"{{"choices": {many}}}"#);
+    // None of the pieces is too large by itself.
+    let piece = objects(256 << 10);
+    let choice = format!(r#"{{"index": 0, "delta": {{}}, "logprobs": {{"content": {piece}}}}}"#);
+    let event = format!("data: {{\"choices\": [{choice}]}}\n\n");
+    let whole_url = serve(move |_| whole("200 OK", &in_whole));
+    let one_event = format!("data: {{\"choices\": {many}}}\n\n");
+    let event_url = serve(move |_| stream(&[(0, one_event.clone())]));
+    let pieces_url = serve(move |_| stream(&vec![(0, event.clone()); 64]));
+    for url in [whole_url, event_url, pieces_url] {
+        for asks_for_ids in [true, false] {
+            let app = proxy(&url, |config| {
+                config.asks_for_ids = asks_for_ids;
+                config.is_streamed = true;
+            });
+            let (status, text) = ask(&app, "s", json!({})).await;
+            let limit = if asks_for_ids { 1 << 21 } else { 1 << 18 };
+            let told = format!("its answer has more than {limit} JSON values");
+            assert!(status == 502 && text.contains(&told), "{status} {text}");
+        }
+    }
+}
+
+/// Each token of an answer that is learned from takes some values.
+#[tokio::test]
+async fn a_long_answer_with_ids_is_read() {
+    let tokens = 60_000;
+    let entry = json!({"token": "ab", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": []});
+    let answer = completion(|answer| {
+        answer["choices"][0]["token_ids"] = json!(vec![7; tokens]);
+        answer["choices"][0]["logprobs"]["content"] = json!(vec![entry.clone(); tokens]);
+        answer["usage"]["completion_tokens"] = json!(tokens);
+    });
+    let answer = answer.to_string();
+    let url = serve(move |_| whole("200 OK", &answer));
+    let app = proxy(&url, |_| {});
+    let (status, text) = ask(&app, "s", json!({})).await;
+    assert_eq!(status, 200, "{text}");
+    assert_eq!(document(&app, "s").await["trainable"], true);
+}
