@@ -8,8 +8,10 @@
 //!
 //! [`ToolEnvironment`] is the environment of program tasks: `run_python` runs a draft in a fresh
 //! sandbox, `submit_solution` ends the episode with a grade from another instance. Environments of other
-//! servers are in `openenv::client`.
+//! servers are in `openenv::client`. [`actors`] judges what needs a shell,
+//! in the heavy tier.
 
+pub mod actors;
 mod error;
 mod text;
 mod tools;

@@ -22,7 +22,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("trajectory", &["chat", "lines"]),
     ("openai", &["causes", "chat", "engine", "http"]),
     ("proxy", &["chat", "engine", "http", "openai", "trajectory"]),
-    ("env", &["chat", "grader", "sandbox", "task"]),
+    ("env", &["actor", "chat", "grader", "sandbox", "task"]),
     (
         "openenv",
         &["causes", "chat", "env", "grader", "http", "sandbox", "task"],

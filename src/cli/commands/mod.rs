@@ -19,4 +19,5 @@ mod serving;
 mod setup;
 pub(super) mod sft;
 pub(super) mod task;
+mod task_grade;
 pub(super) mod train;

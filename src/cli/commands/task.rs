@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::grading::GradingArgs;
+use super::task_grade;
 use crate::cli::ExitStatus;
 use crate::cli::args::Format;
 use crate::cli::failure::{Failure, Outcome};
@@ -32,6 +33,8 @@ enum TaskCommand {
     Validate(ValidateArgs),
     /// Bring the tasks of a registry's data set here
     Download(DownloadArgs),
+    /// Grade patches of SWE-bench's instances, each in a sandbox of its own
+    Grade(task_grade::GradeArgs),
 }
 
 #[derive(Debug, Args)]
@@ -71,6 +74,7 @@ pub(in crate::cli) fn run(args: &TaskArgs, printer: &Printer) -> Outcome {
     match &args.command {
         TaskCommand::Validate(args) => run_validate(args, printer),
         TaskCommand::Download(args) => run_download(args, printer),
+        TaskCommand::Grade(args) => task_grade::run(args, printer),
     }
 }
 

@@ -14,7 +14,7 @@ use wardian::grader::{
 
 /// Commands on this machine, with the sandbox's paths below a folder. It keeps nothing in: the tests
 /// here run their own scripts alone.
-struct Folder(PathBuf);
+pub(super) struct Folder(PathBuf);
 
 impl Folder {
     fn inside(&self, text: &str) -> String {
@@ -58,7 +58,7 @@ impl GradingSandbox for Folder {
     }
 }
 
-const TEST_PATCH: &str = "\
+pub(super) const TEST_PATCH: &str = "\
 diff --git a/tests/test_twice.sh b/tests/test_twice.sh
 --- a/tests/test_twice.sh
 +++ b/tests/test_twice.sh
@@ -68,7 +68,7 @@ diff --git a/tests/test_twice.sh b/tests/test_twice.sh
 +check two $(twice 2) 4
 ";
 
-const GOLD: &str = "\
+pub(super) const GOLD: &str = "\
 diff --git a/src/twice.sh b/src/twice.sh
 --- a/src/twice.sh
 +++ b/src/twice.sh
@@ -81,7 +81,7 @@ diff --git a/src/twice.sh b/src/twice.sh
 ";
 
 /// Turns every test green, as a `conftest.py` can.
-const CHEAT: &str = "\
+pub(super) const CHEAT: &str = "\
 diff --git a/tests/conftest.py b/tests/conftest.py
 --- a/tests/conftest.py
 +++ b/tests/conftest.py
@@ -90,7 +90,7 @@ diff --git a/tests/conftest.py b/tests/conftest.py
 +check() { echo \"PASSED $1\"; }
 ";
 
-fn repository() -> (tempfile::TempDir, Folder) {
+pub(super) fn repository() -> (tempfile::TempDir, Folder) {
     let root = tempfile::tempdir().expect("a folder can be made");
     let testbed = root.path().join("testbed");
     let write = |name: &str, text: &str| {

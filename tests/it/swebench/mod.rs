@@ -1,5 +1,6 @@
 //! SWE-bench: rows, their division, and grading as the official harness grades.
 
+mod actors;
 mod grading;
 
 use std::collections::BTreeMap;
