@@ -228,8 +228,10 @@ def check_text(binary, folder):
         for row in episodes:
             assert row["messages"][0]["content"].startswith("The number is "), row["messages"]
             opened.setdefault(row["task_id"], set()).add(row["messages"][0]["content"])
-            assert 0 < row["reward"] <= 2, row
+            # A turn that is cut off is no action.
+            assert 0 <= row["reward"] <= 2, row
             assert len(row["turns"]) <= 2, row
+        assert any(row["reward"] > 0 for row in episodes), episodes
         assert len(opened) == 2 and all(len(said) == 1 for said in opened.values()), opened
         weights = [(run / "final/model.safetensors").read_bytes() for run in runs]
         assert weights[0] == weights[1], "the same run led elsewhere"
@@ -273,10 +275,11 @@ def check_coding(binary, folder):
         # What the model writes, as calls as a rule, is code here.
         as_text = "rollout.tool_call_format=llama3"
         episodes = check(run, train(binary, run, {"url": address}, f"task.path={prompts}", as_text))
+        episodes += rows(run, 2)
     answers = [m["content"] for row in episodes for m in row["messages"][2:] if m["role"] == "user"]
     assert answers and all("Error" in answer for answer in answers), answers
     rewards = sorted({row["reward"] for row in episodes})
-    assert rewards[0] == -0.2 or rewards[0] == -0.1, rewards
+    assert rewards[0] < 0, rewards
     print(f"coding: {len(answers)} steps in {len(episodes)} episodes, rewards {rewards}")
 
 
