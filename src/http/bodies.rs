@@ -12,6 +12,8 @@ use futures_util::StreamExt as _;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
+use super::values::count_values;
+
 /// How long a client may take to send a body.
 const SEND_WITHIN: Duration = Duration::from_secs(60);
 /// How long it may send nothing.
@@ -162,24 +164,7 @@ pub(crate) fn check_values(text: &[u8]) -> Result<(), BodyError> {
     if text.len() <= MAX_JSON_VALUES {
         return Ok(());
     }
-    let mut values = 1;
-    let mut bytes = text.iter();
-    while let Some(byte) = bytes.next() {
-        match byte {
-            b'"' => {
-                while let Some(byte) = bytes.next() {
-                    match byte {
-                        b'\\' => drop(bytes.next()),
-                        b'"' => break,
-                        _ => {}
-                    }
-                }
-            }
-            b',' | b':' | b'[' | b'{' => values += 1,
-            _ => {}
-        }
-    }
-    if values > MAX_JSON_VALUES {
+    if count_values(text) > MAX_JSON_VALUES {
         return Err(BodyError::TooManyValues);
     }
     Ok(())

@@ -201,7 +201,7 @@ fn pin(body: &mut Map<String, Value>, session: &Session) -> Result<(), ProxyErro
     body.extend(options.sampling.clone());
     if options.purpose == Purpose::Train {
         let biased = distorts(body).filter(|name| *name == "logit_bias");
-        if let Some(name) = biased.or(forces(body)) {
+        if let Some(name) = biased.or_else(|| forces(body)) {
             return Err(not_free(name, Some(name)));
         }
     }

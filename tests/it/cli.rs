@@ -299,7 +299,7 @@ fn bad_input_exits_2_and_says_what_to_do() {
     );
     assert_usage_error(
         &["train", "--set", "rollout.group_size=1"],
-        &["rollout.group_size", "at least 2"],
+        &["rollout.group_size", "from 2 to 1000000"],
     );
     assert_usage_error(&["train", "--model", &path("nowhere")], &["nowhere"]);
     assert_usage_error(&["exec", "--memory", "1MiB", "-"], &["memory", "64"]);

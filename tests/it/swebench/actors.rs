@@ -90,7 +90,7 @@ const JUDGE: &str = "#!/bin/sh\n[ \"$(cat /workspace/out 2>/dev/null)\" = \"$WAN
                      echo $r > /logs/verifier/reward.txt\nsleep 1\nexit 7\n";
 
 fn agent(actor: &dyn Actor, script: &str) {
-    let output = actor.exec(&ActorCommand::shell(script)).unwrap();
+    let output = actor.exec(&ActorCommand::shell(script)).expect("it runs");
     assert!(output.is_success(), "{}", output.stderr.text());
 }
 
