@@ -598,11 +598,21 @@ impl<'a> Collector<'a> {
             })?;
         let prompt = self.tokenizer.encode_chat(&chat.text, &chat.literal)?;
         if prompt.len() + 1 >= self.config.max_context {
-            return Err(RolloutError::PromptTooLong {
+            let too_long = RolloutError::PromptTooLong {
                 task: first.task_id().to_owned(),
                 tokens: prompt.len(),
                 limit: self.config.max_context,
-            });
+            };
+            if !first.environment().waits() {
+                return Err(too_long);
+            }
+            // What an environment elsewhere says is not known before, and no reason to end the others.
+            all.done += episodes.len();
+            for mut episode in episodes {
+                episode.fail(&too_long);
+                all.groups[group].done.push(episode.into_trajectory());
+            }
+            return Ok(());
         }
         let seeds: Vec<SequenceSeed> = (episodes.iter())
             .map(|episode| u64::from(episode.trajectory().sample))

@@ -10,7 +10,7 @@ use crate::config::{self, RunConfig};
 use crate::env::Environment;
 use crate::http::tls::TlsFiles;
 use crate::openenv::client::{self, EpisodeSettings, Opening, Remote};
-use crate::rollout::CollectionSeed;
+use crate::rollout::{CollectionSeed, derive_seed};
 use crate::task::{ResetRow, Task};
 
 /// Seeds that every server takes as a number: 31 bits.
@@ -86,7 +86,8 @@ fn opening(task: &Task, seed: CollectionSeed<'_>, visit: u64) -> Opening {
         }
         Some(_) => {}
         None => {
-            let drawn = seed.of_task("reset", &task.id).wrapping_add(visit);
+            let of_task = seed.of_task("reset", &task.id);
+            let drawn = derive_seed(of_task, "reset", visit, &task.id);
             let drawn = drawn & ((1 << SEED_BITS) - 1);
             arguments.insert("seed".to_owned(), Value::from(drawn));
         }
@@ -173,6 +174,8 @@ mod tests {
         assert_eq!(first, opening(drawn, seed(1), 0));
         assert_ne!(of(&first), of(&opening(drawn, seed(1), 1)));
         assert_ne!(of(&first), of(&opening(drawn, seed(2), 0)));
+        let again = CollectionSeed { draw: 1, ..seed(1) };
+        assert_ne!(of(&first), of(&opening(drawn, again, 0)));
         assert_eq!(opening(own, seed(1), 0), opening(own, seed(2), 1));
         assert_eq!(opening(own, seed(1), 0).arguments["seed"], 5);
         assert!(!opening(none, seed(1), 0).arguments.contains_key("seed"));

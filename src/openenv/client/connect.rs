@@ -166,7 +166,9 @@ impl Endpoint {
         let limits = WebSocketConfig::default()
             .read_buffer_size(16 << 10)
             .max_message_size(Some(self.max_message_bytes))
-            .max_frame_size(Some(self.max_message_bytes));
+            .max_frame_size(Some(self.max_message_bytes))
+            // Who only asks whether we are there, and reads nothing, is answered no further.
+            .max_write_buffer_size(self.max_message_bytes.saturating_add(1 << 20));
         let handshake = client_async_with_config(request, stream, Some(limits));
         match timeout(self.connect_timeout, handshake).await {
             Ok(Ok((socket, _))) => Ok(socket),
@@ -329,7 +331,7 @@ pub(super) async fn patiently<T, F: Future<Output = Result<T, Fault>>>(
         let wait = pause.mul_f64(1.0 + (spread % 16) as f64 / 16.0);
         let wait = fault.asked_pause().map_or(wait, |asked| asked.max(wait));
         let waited = started.elapsed();
-        if waited + wait >= limit {
+        if waited.saturating_add(wait) >= limit {
             return Err(Fault::GaveUp {
                 waited: Duration::from_millis(
                     u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),

@@ -113,6 +113,20 @@ impl RemoteEnvironment {
         result.map_err(|fault| self.shared.failed(slot, "step", fault))
     }
 
+    /// Sends an action, or returns what the policy is told of one that the server does not take: it knows
+    /// more of an action's schema than is checked here, and that is the policy's to keep.
+    fn act_or_refusal(&mut self, action: &Value) -> Result<Result<Reply, String>, EnvError> {
+        match self.act(action) {
+            Err(EnvError::Remote { source }) if is_invalid_action(&*source) => {
+                // Not where the server is: that is nobody's to learn.
+                let fault = std::error::Error::source(&*source);
+                let reason = fault.map_or_else(String::new, crate::causes::with_causes);
+                Ok(Err(self.shown(&format!("error: {reason}"))))
+            }
+            reply => reply.map(Ok),
+        }
+    }
+
     /// Takes the reward of a reply.
     fn reward(&mut self, reward: Option<f64>) {
         let Some(reward) = reward else { return };
@@ -135,15 +149,12 @@ impl RemoteEnvironment {
                 )));
             }
         };
-        let reply = match self.act(&action) {
-            // The server knows more of an action's schema than is checked here; it is the policy's to keep.
-            Err(EnvError::Remote { source }) if is_invalid_action(&*source) => {
+        let reply = match self.act_or_refusal(&action)? {
+            Ok(reply) => reply,
+            Err(refusal) => {
                 self.stats.tool_failures += 1;
-                let reason = crate::causes::with_causes(&*source);
-                let text = self.shown(&format!("error: {reason}"));
-                return Ok(Step::Told(Message::tool_result(call, text)));
+                return Ok(Step::Told(Message::tool_result(call, refusal)));
             }
-            reply => reply?,
         };
         let ToolOutcome { text, is_failure } = match &self.shared.actions {
             Actions::Tools(_) => {
@@ -252,12 +263,16 @@ impl RemoteEnvironment {
                 // Without a call there is nothing to do: the policy is done.
                 return Ok(self.end(true));
             };
-            let reply = self.act(&action)?;
-            if self.take(&reply) {
-                return Ok(self.end(true));
+            match self.act_or_refusal(&action)? {
+                Ok(reply) => {
+                    if self.take(&reply) {
+                        return Ok(self.end(true));
+                    }
+                    let text = self.text_of(&reply.observation);
+                    observation.push(Message::user(self.shown(&text)));
+                }
+                Err(refusal) => observation.push(Message::user(refusal)),
             }
-            let text = self.text_of(&reply.observation);
-            observation.push(Message::user(self.shown(&text)));
         }
         if self.turns >= self.settings.max_turns {
             return Ok(self.end(false));
