@@ -49,6 +49,12 @@ impl Finished {
     }
 }
 
+/// Returns the moment that is `time` from now, or one that nobody lives to see.
+pub(super) fn deadline(time: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+    Instant::now() + time.min(CENTURY)
+}
+
 /// Runs `command` with `stdin`. Once `timeout` is over, or `watch`, which is asked again and again, says so,
 /// `kill` is called, which should end it; soon after it is killed with its process group. Both are given its
 /// number.
@@ -85,7 +91,7 @@ pub(super) fn run(
     }
     let number = i32::try_from(child.0.id()).ok().and_then(Pid::from_raw);
     let pid = number.expect("the kernel gives positive numbers");
-    let until = Instant::now() + timeout;
+    let until = deadline(timeout);
     let mut status = wait(&mut child.0, || Instant::now() >= until || watch(pid))?;
     let timed_out = status.is_none();
     if timed_out {
@@ -272,11 +278,15 @@ mod tests {
         assert!(killed && finished.timed_out && finished.status.is_none());
         assert!(started.elapsed() < LONG);
         let pid = finished.stdout.text().trim().to_owned();
-        let stat = fs_err::read_to_string(format!("/proc/{pid}/stat"));
-        assert!(
-            stat.map_or(true, |stat| stat.contains(") Z ")),
-            "process {pid} is still there"
-        );
+        let is_gone = || {
+            let stat = fs_err::read_to_string(format!("/proc/{pid}/stat"));
+            stat.map_or(true, |stat| stat.contains(") Z "))
+        };
+        // A kill is on its way when the call returns.
+        while !is_gone() {
+            assert!(started.elapsed() < LONG, "process {pid} is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     #[test]

@@ -133,6 +133,16 @@ impl ActorBackend for BwrapBackend {
             if let RootFs::Folder(root) = &spec.root {
                 let inside = root.join(there.strip_prefix("/").unwrap_or(&there));
                 if inside.is_dir() {
+                    // A link of the image's would lead to the host's files.
+                    let leads = fs::canonicalize(&inside).map_err(files)?;
+                    if !leads.starts_with(fs::canonicalize(root).map_err(files)?) {
+                        return Err(ActorError::InvalidSpec {
+                            reason: format!(
+                                "`{}` of the root filesystem leads out of it",
+                                there.display()
+                            ),
+                        });
+                    }
                     copy(&inside, &here)?;
                 }
             }
@@ -254,7 +264,7 @@ impl BwrapActor {
             id: [machine.run.path(), &folder]
                 .map(|path| name(path).unwrap_or_default())
                 .join("-"),
-            until: Instant::now() + spec.limits.lifetime,
+            until: process::deadline(spec.limits.lifetime),
             user: Machine::user(),
             machine,
             spec,
@@ -321,6 +331,11 @@ impl BwrapActor {
             "--gid",
             &user.gid.to_string(),
         ]);
+        // Inside alone: outside, such as `LD_PRELOAD` would hold for programs of the host's, run as root.
+        arguments.add(["--clearenv"]);
+        for (name, value) in self.spec.variables(user, &command.env) {
+            arguments.add(["--setenv", &name, &value]);
+        }
         let cwd = command.cwd.as_deref().unwrap_or(&self.spec.workdir);
         let mut argv = [HELPER, "exec"].map(str::to_owned).to_vec();
         argv.push(cwd.to_string_lossy().into_owned());
@@ -361,7 +376,7 @@ impl Shell for BwrapActor {
         client
             .args(self.arguments(command, user)?)
             .env_clear()
-            .envs(self.spec.variables(user, &command.env));
+            .env("PATH", std::env::var_os("PATH").unwrap_or_default());
         let mut over = None;
         let mut next = started;
         let watch = |pid: Pid| {

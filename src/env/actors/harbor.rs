@@ -1,11 +1,11 @@
 //! The end of a Harbor trial: what is kept of the agent's actor, and the verifier.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use super::ActorSandbox;
 use crate::actor::{
-    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, FileTree, TreeLimits,
+    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, Entry, FileTree, TreeLimits,
 };
 use crate::grader::{Verification, VerifyJob, verify};
 use crate::task::harbor::{Artifact, HarborPart, TaskConfig, VerifierMode};
@@ -79,6 +79,7 @@ pub fn judge_trial(
     let verifier = backend.create(spec)?;
     for artifact in &artifacts {
         if let Ok(tree) = &artifact.tree {
+            let tree = &without_ways_out(tree)?;
             // A folder has its own path; a file is an entry of the folder that it is in.
             let parent = artifact.source.parent().unwrap_or_else(|| Path::new("/"));
             let is_file = tree.len() == 1
@@ -95,6 +96,37 @@ pub fn judge_trial(
         verification,
         artifacts,
     })
+}
+
+/// Leaves out links that lead out of a tree: in the verifier's actor they would lead to its own files, such as
+/// what is expected of the agent.
+fn without_ways_out(tree: &FileTree) -> Result<FileTree, ActorError> {
+    let mut kept = FileTree::new();
+    for (path, entry) in tree.iter() {
+        let leads_out = match entry {
+            Entry::Link { target } => {
+                let mut depth = path.components().count().saturating_sub(1);
+                target.is_absolute()
+                    || target.components().any(|part| match part {
+                        Component::ParentDir if depth == 0 => true,
+                        Component::ParentDir => {
+                            depth -= 1;
+                            false
+                        }
+                        Component::Normal(_) => {
+                            depth += 1;
+                            false
+                        }
+                        _ => false,
+                    })
+            }
+            _ => false,
+        };
+        if !leads_out {
+            kept.insert(path, entry.clone())?;
+        }
+    }
+    Ok(kept)
 }
 
 /// Reads what is to be kept of an actor.
@@ -184,6 +216,28 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+
+    #[test]
+    fn links_that_lead_out_are_no_part_of_an_artifact() {
+        let mut tree = FileTree::new();
+        for (path, target) in [
+            ("answer", "/tests/expected"),
+            ("up", "../tests/expected"),
+            ("a/up", "../../tests/expected"),
+            ("a/round", "b/../../../x"),
+            ("a/beside", "../answer"),
+            ("within", "a/beside"),
+        ] {
+            let target = PathBuf::from(target);
+            tree.insert(path, Entry::Link { target }).unwrap();
+        }
+        let kept = without_ways_out(&tree).unwrap();
+        let links = kept
+            .iter()
+            .filter(|(_, entry)| matches!(entry, Entry::Link { .. }));
+        let links: Vec<&Path> = links.map(|(path, _)| path).collect();
+        assert_eq!(links, [Path::new("a/beside"), Path::new("within")]);
+    }
 
     #[rstest]
     #[case("*.pyc", "a/b/c.pyc", true)]

@@ -24,14 +24,31 @@ while [ "$pid" -gt 1 ]; do
   done < "/proc/$pid/status"
   pid=$parent
 done
-for folder in /proc/[0-9]*; do
-  pid=${folder#/proc/}
-  case "$keep" in
-    *" $pid "*) ;;
-    *) kill -KILL "$pid" 2>/dev/null ;;
-  esac
+# Again, until a pass finds nobody: who is killed may have started another.
+found=1
+passes=0
+while [ "$found" = 1 ] && [ "$passes" -lt 100 ]; do
+  found=0
+  passes=$((passes + 1))
+  for folder in /proc/[0-9]*; do
+    pid=${folder#/proc/}
+    case "$keep" in
+      *" $pid "*) ;;
+      *)
+        state=Z
+        while read -r key value _; do
+          [ "$key" = State: ] && state=$value
+        done 2>/dev/null < "$folder/status"
+        [ "$state" = Z ] || { found=1; kill -KILL "$pid" 2>/dev/null; }
+        ;;
+    esac
+  done
 done
-rm -rf -- /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier
+[ "$found" = 0 ] || { echo "processes of the agent do not end" >&2; exit 1; }
+if [ -n "$1" ]; then
+  rm -rf -- "$1" && mkdir -p "$1" || exit 1
+fi
+rm -rf -- /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier
 "#;
 
 /// Runs the script, whose two outputs become one.
@@ -100,8 +117,10 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
 }
 
 fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<(), String> {
+    // Those of the image stay.
+    let tests = if job.tests.is_empty() { "" } else { "/tests" };
     let cleaned = sandbox
-        .exec(&GradingCommand::sh(CLEAN, "", STEP_TIMEOUT))
+        .exec(&GradingCommand::sh(CLEAN, tests, STEP_TIMEOUT))
         .map_err(|fault| told(&fault))?;
     let GradingOutput { end, stderr, .. } = cleaned;
     if end != GradingEnd::Exited(0) {

@@ -130,9 +130,19 @@ fn apply(
         return Ok(PatchOutcome::Empty);
     }
     sandbox.put(PATCH_PATH, kept.as_bytes())?;
+    // A command that could not be run at all says nothing about the patch.
     let run = |argv: Vec<String>| {
-        sandbox.exec(&GradingCommand::new(argv, STEP_TIMEOUT).within(job.workdir))
+        let output = sandbox.exec(&GradingCommand::new(argv, STEP_TIMEOUT).within(job.workdir))?;
+        match output.end {
+            GradingEnd::Exited(code) if !matches!(code, 126 | 127) => Ok(output),
+            _ => Err(not_run(&output)),
+        }
     };
+    let head = ["git", "rev-parse", "--quiet", "--verify", "HEAD"].map(str::to_owned);
+    let repository = run(head.to_vec())?;
+    if repository.end != GradingEnd::Exited(0) {
+        return Err(not_run(&repository));
+    }
     let mut complaint = String::new();
     for attempt in apply_attempts() {
         for command in attempt.clean {
@@ -152,6 +162,13 @@ fn apply(
     Ok(PatchOutcome::Refused(format!(
         "the patch does not apply: {complaint}"
     )))
+}
+
+fn not_run(output: &GradingOutput) -> GradingFault {
+    GradingFault {
+        what: "applying a patch",
+        source: format!("{:?}: {}", output.end, quoted(output)).into(),
+    }
 }
 
 fn evaluate(

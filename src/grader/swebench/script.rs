@@ -65,6 +65,15 @@ impl EvalPlan {
             .filter(|file| file.old != file.new)
             .filter_map(|file| file.new.as_deref())
             .collect();
+        // Before the tests are restored: it runs what the patch may have changed.
+        if let Some(install) = install {
+            let steps = environment
+                .iter()
+                .map(String::as_str)
+                .chain([install.as_str()]);
+            let steps: Vec<&str> = steps.collect();
+            prepare.push(format!("( set +eu\n{}\n) || true", steps.join("\n")));
+        }
         if !new.is_empty() {
             prepare.push(format!("rm -rf -- {}", list(new)));
         }
@@ -74,14 +83,6 @@ impl EvalPlan {
         }
         if !test_files.is_empty() {
             prepare.push(format!("git apply --verbose {TEST_PATCH_PATH}"));
-        }
-        if let Some(install) = install {
-            let steps = environment
-                .iter()
-                .map(String::as_str)
-                .chain([install.as_str()]);
-            let steps: Vec<&str> = steps.collect();
-            prepare.push(format!("( set +eu\n{}\n) || true", steps.join("\n")));
         }
         let mut test = vec!["exec 2>&1".to_owned()];
         test.extend(environment.iter().cloned());
@@ -185,10 +186,9 @@ mod tests {
         assert_eq!(
             plan.prepare.as_deref(),
             Some(
-                "set -euo pipefail\ncd /testbed\nrm -rf -- t/new.py\n\
-                 git checkout --quiet abc -- 't/old test.py'\n\
-                 git apply --verbose /tmp/wardian-tests.diff\n\
-                 ( set +eu\nexport A=1\npip install .\n) || true\n"
+                "set -euo pipefail\ncd /testbed\n( set +eu\nexport A=1\npip install .\n) || true\n\
+                 rm -rf -- t/new.py\ngit checkout --quiet abc -- 't/old test.py'\n\
+                 git apply --verbose /tmp/wardian-tests.diff\n"
             )
         );
         assert_eq!(

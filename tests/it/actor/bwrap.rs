@@ -147,3 +147,20 @@ fn a_root_folder_is_read_and_its_writable_folders_are_copied() {
     drop(actor);
     scene.close();
 }
+
+/// The host's programs that start an actor run as root: what a command has in its environment is for the
+/// actor's programs alone.
+#[test]
+fn variables_of_a_command_reach_no_program_of_the_hosts() {
+    let scene = bwrap();
+    let actor = scene.actor();
+    let mut command = ActorCommand::new(["true"]);
+    command
+        .env
+        .insert("LD_PRELOAD".to_owned(), "/nothing.so".to_owned());
+    let output = actor.exec(&command).unwrap();
+    assert!(output.is_success(), "{output:?}");
+    // The loader complains once, for the one program inside that it loads.
+    let told = output.stderr.text();
+    assert_eq!(told.matches("/nothing.so").count(), 1, "{told}");
+}

@@ -254,7 +254,16 @@ impl TestPaths {
             let folder = changed.rsplit_once('/').map_or("", |(folder, _)| folder);
             !folder.is_empty() && folder == folders
         });
+        let is_read_by_itself = |folder: &str| {
+            matches!(folder, "sitecustomize" | "usercustomize")
+                || folder.ends_with(".dist-info")
+                || folder.ends_with(".egg-info")
+        };
+        let stands_for_the_runner =
+            folders.is_empty() && matches!(name, "pytest.py" | "pluggy.py" | "toxfile.py");
         folders.split('/').any(is_test_folder)
+            || folders.split('/').any(is_read_by_itself)
+            || stands_for_the_runner
             || is_beside_tests
             || matches!(
                 name,

@@ -176,3 +176,15 @@ proptest::proptest! {
         }
     }
 }
+
+#[rstest::rstest]
+#[case("src/sitecustomize/__init__.py", true)]
+#[case("src/x.dist-info/entry_points.txt", true)]
+#[case("src/x.egg-info/entry_points.txt", true)]
+#[case("pytest.py", true)]
+#[case("toxfile.py", true)]
+#[case("src/pytest.py", false)]
+#[case("src/flask/customize.py", false)]
+fn what_a_runner_reads_by_itself_is_of_the_tests(#[case] path: &str, #[case] expected: bool) {
+    assert_eq!(TestPaths::default().contain(path), expected);
+}
