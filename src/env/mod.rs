@@ -84,6 +84,12 @@ pub trait Environment: Send {
     /// episodes that begin together before the first of them is reset, so that they wait together.
     fn prepare(&mut self) {}
 
+    /// Returns whether [`Environment::reset`] would not wait any more for what [`Environment::prepare`] began.
+    /// Who has other things to look after asks before.
+    fn is_prepared(&mut self) -> bool {
+        true
+    }
+
     /// Begins the episode and returns the opening messages.
     ///
     /// # Errors

@@ -19,6 +19,8 @@ use crate::env::Environment;
 
 /// How long a request to stop may go unnoticed while tools run.
 const STOP_LATENCY: Duration = Duration::from_millis(200);
+/// Time between looks at whether an environment elsewhere has begun.
+const RESET_POLL: Duration = Duration::from_millis(5);
 
 /// Settings of [`Collector`].
 #[derive(Debug, Clone)]
@@ -516,7 +518,7 @@ impl<'a> Collector<'a> {
     /// Resets a group's environments and starts its episodes; one whose environment fails has failed.
     fn start_group(
         &mut self,
-        request: GroupRequest,
+        mut request: GroupRequest,
         seed: CollectionSeed<'_>,
         left: usize,
         all: &mut Collection,
@@ -536,6 +538,15 @@ impl<'a> Collector<'a> {
             done: Vec::with_capacity(request.environments.len()),
             paused: Vec::new(),
         });
+        // Nobody waits for a server that does not answer once the run is to stop.
+        for environment in &mut request.environments {
+            while !environment.is_prepared() {
+                if self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                    return Err(RolloutError::Stopped);
+                }
+                std::thread::sleep(RESET_POLL);
+            }
+        }
         let policy_step = self.policy_step.unwrap_or(seed.step);
         let episodes: Vec<Episode> = (0_u32..)
             .zip(request.environments)

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use candle_core::{DType, Device};
@@ -18,6 +19,7 @@ use wardian::env::{
 };
 use wardian::rollout::{
     CollectionSeed, Collector, CollectorConfig, GroupRequest, PauseRule, PausedGroup, PausedRecord,
+    RolloutError,
 };
 use wardian::run::{Policy, Starter, new_engine};
 use wardian::trainer::{LossConfig, TrainSequence, pack, score_micro_batch};
@@ -347,6 +349,56 @@ fn paused_episodes_go_on_behind_a_kill_at_every_step(#[case] level: &str) {
     let carried = carried.filter(|episode| !episode.segments.is_empty());
     assert!(carried.count() > 0, "some go on");
     survives_a_kill_at_every_step(&path("whole"), &path("killed"), &settings);
+}
+
+/// Waits for a server that does not answer.
+struct Unanswered;
+
+impl Environment for Unanswered {
+    fn is_prepared(&mut self) -> bool {
+        false
+    }
+
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        unreachable!("it would wait for ever")
+    }
+
+    fn tools(&self) -> &[ToolSpec] {
+        &[]
+    }
+
+    fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+        unreachable!("it was not reset")
+    }
+
+    fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        unreachable!("it was not reset")
+    }
+
+    fn stats(&self) -> EpisodeStats {
+        EpisodeStats::default()
+    }
+}
+
+#[test]
+fn a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_answer() {
+    let (config, policy, collector) = starter(None);
+    let mut engine = new_engine(&config, &policy).expect("an engine");
+    let stop = AtomicBool::new(false);
+    let request = group_of(vec![Box::new(Unanswered)]);
+    let collected = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            stop.store(true, Ordering::Relaxed);
+        });
+        Collector::new(&mut engine, &policy.tokenizer, &policy.template, &collector)
+            .until(&stop)
+            .collect(vec![request], seed(1), &mut |_| {})
+    });
+    assert!(
+        matches!(collected, Err(RolloutError::Stopped)),
+        "{collected:?}"
+    );
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::time::Instant;
 use indexmap::IndexMap;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
+use tokio::sync::oneshot::error::TryRecvError;
 
 use super::actions::Actions;
 use super::connect::patiently;
@@ -50,6 +51,8 @@ pub struct RemoteEnvironment {
     settings: Arc<EpisodeSettings>,
     /// A reset that is under way.
     pending: Option<oneshot::Receiver<Begun>>,
+    /// What came of it, where that was looked at before it was waited for.
+    begun: Option<Begun>,
     /// From the reset to the end of the episode.
     lease: Option<Lease>,
     turns: usize,
@@ -86,6 +89,7 @@ impl RemoteEnvironment {
             opening,
             settings,
             pending: None,
+            begun: None,
             lease: None,
             turns: 0,
             reward: None,
@@ -300,7 +304,20 @@ impl Environment for RemoteEnvironment {
             // Whoever waits no longer drops the slot, which is free then.
             let _ = sender.send(begin(&link, lease, frame).await);
         });
-        self.pending = Some(receiver);
+        (self.pending, self.begun) = (Some(receiver), None);
+    }
+
+    fn is_prepared(&mut self) -> bool {
+        let Some(pending) = self.pending.as_mut().filter(|_| self.begun.is_none()) else {
+            return true;
+        };
+        match pending.try_recv() {
+            Ok(begun) => self.begun = Some(begun),
+            Err(TryRecvError::Empty) => return false,
+            // The reset says what that means.
+            Err(TryRecvError::Closed) => {}
+        }
+        true
     }
 
     fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
@@ -312,7 +329,10 @@ impl Environment for RemoteEnvironment {
         self.stats = EpisodeStats::default();
         let ended = || self.shared.failed(0, "reset", Fault::Ended);
         let pending = self.pending.take().ok_or_else(ended)?;
-        let (lease, result) = pending.blocking_recv().map_err(|_| ended())?;
+        let (lease, result) = match self.begun.take() {
+            Some(begun) => begun,
+            None => pending.blocking_recv().map_err(|_| ended())?,
+        };
         let slot = lease.slot;
         let reply = result.map_err(|fault| self.shared.failed(slot, "reset", fault))?;
         let messages = self.open(&reply);
