@@ -280,7 +280,7 @@ mod tests {
     use super::*;
 
     #[rstest]
-    #[case("PyPI.org.", Some("pypi.org"))]
+    #[case("Example.org.", Some("example.org"))]
     #[case("*.Example.com", Some("*.example.com"))]
     #[case("10.0.0.0/8", Some("10.0.0.0/8"))]
     #[case("2001:DB8:0::1", Some("2001:db8::1"))]
@@ -291,8 +291,8 @@ mod tests {
     #[case("10.0.0.0/+8", None)]
     #[case("*.10.0.0.1", None)]
     #[case("a.*.com", None)]
-    #[case("https://pypi.org/", None)]
-    #[case("pypi.org:443", None)]
+    #[case("https://example.org/", None)]
+    #[case("example.org:443", None)]
     #[case("[::1]", None)]
     #[case("-a.com", None)]
     #[case("a..com", None)]
