@@ -38,6 +38,7 @@ pub use capability::{Capabilities, Isolation};
 pub use command::{ActorCommand, ActorOutput, Captured, Ending, User};
 pub use error::ActorError;
 pub use pool::WarmPool;
+pub(crate) use process::find_program;
 pub use spec::{ActorLimits, ActorSpec, RootFs};
 pub use tree::{Entry, FileTree, TreeLimits};
 

@@ -21,7 +21,7 @@ const DRAIN: Duration = Duration::from_millis(200);
 const GRACE: Duration = Duration::from_secs(3);
 
 /// Returns where a program is, as a shell would find it.
-pub(super) fn find_program(name: &Path) -> Option<PathBuf> {
+pub(crate) fn find_program(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return name.is_file().then(|| name.to_owned());
     }

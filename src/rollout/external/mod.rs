@@ -27,6 +27,7 @@ use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
     side_by_side,
 };
+use crate::actor::find_program;
 use crate::chat::{Message, Role};
 use crate::engine::{Engine, EngineHandle};
 use crate::env::Environment;
@@ -272,15 +273,9 @@ fn check_program(config: &AgentConfig) -> Result<(), RolloutError> {
             "correct `command`, or install it",
         ),
     };
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut folders = std::env::split_paths(&path);
-    let is_there = match program.contains('/') {
-        true => Path::new(program).is_file(),
-        false => !program.is_empty() && folders.any(|folder| folder.join(program).is_file()),
-    };
-    match is_there {
-        true => Ok(()),
-        false => Err(RolloutError::AgentNotFound {
+    match find_program(Path::new(program)) {
+        Some(_) => Ok(()),
+        None => Err(RolloutError::AgentNotFound {
             program: program.to_owned(),
             remedy,
         }),
