@@ -25,6 +25,7 @@ mod guest;
 mod janitor;
 mod pool;
 mod process;
+mod removal;
 mod run_folder;
 pub mod runsc;
 mod spec;
@@ -39,6 +40,7 @@ pub use command::{ActorCommand, ActorOutput, Captured, Ending, User};
 pub use error::ActorError;
 pub use pool::WarmPool;
 pub(crate) use process::find_program;
+pub(crate) use removal::Scratch;
 pub use spec::{ActorLimits, ActorSpec, RootFs};
 pub use tree::{Entry, FileTree, TreeLimits};
 

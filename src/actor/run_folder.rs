@@ -14,6 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::ActorError;
+use super::removal::remove_tree;
 
 const LOCK: &str = "lock";
 /// How long a killed process may take to be gone.
@@ -117,7 +118,7 @@ fn lock(path: &Path, operation: FlockOperation) -> std::io::Result<std::fs::File
 /// Kills every process that was started for the folder, and deletes it.
 fn clear(folder: &Path) {
     kill_named(folder);
-    if let Err(error) = fs::remove_dir_all(folder) {
+    if let Err(error) = remove_tree(folder) {
         tracing::warn!(%error, "the folder of a run is left over");
     }
 }

@@ -28,6 +28,7 @@ use super::{
     Actor, ActorBackend, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec,
     Capabilities, Ending, FileTree, Isolation, RootFs, TreeLimits, User, process,
 };
+use crate::actor::removal::remove_tree;
 
 /// The backend's name.
 const NAME: &str = "bwrap";
@@ -183,7 +184,7 @@ impl Machine {
     /// Deletes a folder in the background.
     fn delete(&self, folder: PathBuf) {
         self.janitor.push(move || {
-            if let Err(error) = fs::remove_dir_all(&folder) {
+            if let Err(error) = remove_tree(&folder) {
                 tracing::warn!(%error, "the folder of an actor is left over");
             }
         });

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::bundle;
 use super::{Container, Machine};
 use crate::actor::guest::HELPER;
+use crate::actor::removal::remove_tree;
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
@@ -288,7 +289,7 @@ impl Drop for RunscSnapshot {
     fn drop(&mut self) {
         let image = self.image.clone();
         self.machine.janitor.push(move || {
-            if let Err(error) = fs::remove_dir_all(&image) {
+            if let Err(error) = remove_tree(&image) {
                 tracing::warn!(%error, "a snapshot is left over");
             }
         });

@@ -24,6 +24,7 @@ use self::watch::{Life, Watcher};
 use super::janitor::Janitor;
 use super::run_folder::{HostProcess, RunFolder, kill_named};
 use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, process};
+use crate::actor::removal::remove_tree;
 
 /// The backend's name.
 const NAME: &str = "runsc";
@@ -226,7 +227,7 @@ impl Machine {
             for ending in ["state", "lock"] {
                 let _ = fs::remove_file(state.join(format!("{id}_sandbox:{id}.{ending}")));
             }
-            if let Err(error) = fs::remove_dir_all(&folder) {
+            if let Err(error) = remove_tree(&folder) {
                 tracing::warn!(%error, "the folder of an actor is left over");
             }
         });

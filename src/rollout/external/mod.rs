@@ -2,7 +2,6 @@
 //! front of the engine, and what it leaves as its answer is graded. What the model sampled for it is
 //! captured there, and is learned from.
 
-mod folder;
 mod program;
 
 #[cfg(test)]
@@ -21,13 +20,12 @@ use fs_err as fs;
 use serde_json::json;
 use tokio::sync::oneshot;
 
-use self::folder::EpisodeFolder;
 use self::program::{Ended, Program};
 use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
     side_by_side,
 };
-use crate::actor::find_program;
+use crate::actor::{Scratch, find_program};
 use crate::chat::{Message, Role};
 use crate::engine::{Engine, EngineHandle};
 use crate::env::Environment;
@@ -210,7 +208,7 @@ impl<'a> AgentCollector<'a> {
         task_id: &str,
         messages: &[Message],
     ) -> std::io::Result<(Ended, Option<String>)> {
-        let folder = EpisodeFolder::new()?;
+        let folder = Scratch::new()?;
         let instruction = messages
             .iter()
             .filter(|message| message.role == Role::User)

@@ -1,4 +1,4 @@
-//! The folder of an episode.
+//! Removing folders whatever guests left in them.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
@@ -6,63 +6,74 @@ use std::path::{Path, PathBuf};
 
 use fs_err as fs;
 
-/// A folder that ends with this, whatever an agent left in it.
+/// A folder that ends with this, whatever was left in it.
 #[derive(Debug)]
-pub(super) struct EpisodeFolder {
+pub(crate) struct Scratch {
     path: PathBuf,
 }
 
-impl EpisodeFolder {
+impl Scratch {
     /// Makes an empty one among the files for some time.
     ///
     /// # Errors
     ///
     /// Fails where it cannot be made.
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let path = tempfile::tempdir()?.keep();
         Ok(Self { path })
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
 
-impl Drop for EpisodeFolder {
+impl Drop for Scratch {
     fn drop(&mut self) {
-        if let Err(error) = remove(&self.path) {
-            tracing::warn!(%error, "the folder of an agent's episode is left over");
+        if let Err(error) = remove_tree(&self.path) {
+            tracing::warn!(%error, "a folder is left over");
         }
     }
 }
 
 /// Removes a folder however deep it is: one level after the other, since to go down with it takes a stack
-/// and descriptors that an agent could use up. Folders that may not be written to are made so.
-fn remove(root: &Path) -> io::Result<()> {
+/// and descriptors that a guest could use up. Folders that may not be written to are made so, and links are
+/// not followed.
+///
+/// # Errors
+///
+/// Fails where something in it cannot be removed.
+pub(super) fn remove_tree(root: &Path) -> io::Result<()> {
+    let unlock =
+        |folder: &Path| fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700));
+    unlock(root)?;
     // Folders are moved up to here, so that no path gets longer.
-    let trash = tempfile::Builder::new().tempdir_in(root.parent().unwrap_or(root))?;
+    let trash = tempfile::tempdir_in(root)?.keep();
     let mut moved: u64 = 0;
-    let mut waiting = Vec::new();
-    let mut take = |folder: &Path, waiting: &mut Vec<PathBuf>| {
-        fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))?;
-        let place = trash.path().join(moved.to_string());
-        moved += 1;
-        fs::rename(folder, &place)?;
-        waiting.push(place);
-        io::Result::Ok(())
-    };
-    take(root, &mut waiting)?;
+    let mut waiting = vec![root.to_owned()];
     while let Some(folder) = waiting.pop() {
         for entry in fs::read_dir(&folder)? {
             let entry = entry?;
-            match entry.file_type()?.is_dir() {
-                true => take(&entry.path(), &mut waiting)?,
-                false => fs::remove_file(entry.path())?,
+            let path = entry.path();
+            if path == trash {
+                continue;
+            }
+            if entry.file_type()?.is_dir() {
+                unlock(&path)?;
+                let place = trash.join(moved.to_string());
+                moved += 1;
+                fs::rename(&path, &place)?;
+                waiting.push(place);
+            } else {
+                fs::remove_file(path)?;
             }
         }
-        fs::remove_dir(&folder)?;
+        if folder != root {
+            fs::remove_dir(&folder)?;
+        }
     }
-    Ok(())
+    fs::remove_dir(&trash)?;
+    fs::remove_dir(root)
 }
 
 #[cfg(test)]
@@ -71,10 +82,10 @@ mod tests {
 
     #[test]
     fn a_folder_ends_with_whatever_is_in_it() {
-        let folder = EpisodeFolder::new().unwrap();
+        let folder = Scratch::new().unwrap();
         let path = folder.path().to_owned();
         // As deep as paths and stacks are not.
-        let mut deep = path.join("deep");
+        let deep = path.join("deep");
         for _ in 0..20_000 {
             let above = path.join("above");
             fs::create_dir(&above).unwrap();
@@ -82,7 +93,6 @@ mod tests {
                 fs::rename(&deep, above.join("d")).unwrap();
             }
             fs::rename(&above, &deep).unwrap();
-            deep = path.join("deep");
         }
         let outside = tempfile::NamedTempFile::new().unwrap();
         let locked = path.join("locked");
