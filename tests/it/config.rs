@@ -167,11 +167,11 @@ fn a_wrong_set_is_named(#[case] set: &str, #[case] expected: &str) {
 )]
 #[case(
     "rollout.temperature=0",
-    "`rollout.temperature` is `0`; make it above 0"
+    "`rollout.temperature` is `0`; make it from 0.001 to 10"
 )]
 #[case(
     "rollout.temperature=nan",
-    "`rollout.temperature` is `NaN`; make it above 0"
+    "`rollout.temperature` is `NaN`; make it from 0.001 to 10"
 )]
 #[case(
     "rollout.max_total_tokens=512",
