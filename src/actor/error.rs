@@ -127,6 +127,14 @@ pub enum ActorError {
 }
 
 impl ActorError {
+    /// What a backend of this machine says of [`RootFs::Image`](super::RootFs::Image).
+    pub(super) fn image_on_this_machine(backend: &'static str) -> Self {
+        Self::Unsupported {
+            backend,
+            ability: "start from an image; give a folder with its root filesystem",
+        }
+    }
+
     /// Whether what runs in the actor brought it about: it ended the actor, or left what cannot be taken.
     /// All others are ours.
     #[must_use]

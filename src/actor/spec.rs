@@ -15,6 +15,8 @@ pub enum RootFs {
     Host,
     /// A folder with a root filesystem, as `debootstrap` or an unpacked image leave it.
     Folder(PathBuf),
+    /// An image of a registry, for backends that start actors elsewhere.
+    Image(String),
 }
 
 /// What an actor may use.

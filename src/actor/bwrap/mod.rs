@@ -122,6 +122,9 @@ impl ActorBackend for BwrapBackend {
 
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         spec.check()?;
+        if matches!(spec.root, RootFs::Image(_)) {
+            return Err(ActorError::image_on_this_machine(NAME));
+        }
         let folder = self.machine.folder()?;
         // Dropped on a failure, it deletes the folder.
         let actor = BwrapActor::new(Arc::clone(&self.machine), spec.clone(), folder);
@@ -317,6 +320,7 @@ impl BwrapActor {
                     source,
                 })?;
             }
+            RootFs::Image(_) => return Err(ActorError::image_on_this_machine(NAME)),
         }
         for (here, there) in &self.spec.mounts {
             arguments.require(here, there);

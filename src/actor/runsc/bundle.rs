@@ -96,6 +96,7 @@ impl Shared {
                 }
                 resolved
             }
+            RootFs::Image(_) => return Err(ActorError::image_on_this_machine(super::NAME)),
         };
         show(&self.guest, Path::new(GUEST_FOLDER), &["ro"]);
         for (here, there) in &spec.mounts {
