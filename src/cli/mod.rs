@@ -72,6 +72,8 @@ enum Command {
     Eval(commands::eval::EvalArgs),
     /// Write the report of a run: curves, before and after, episodes token by token
     Report(commands::report::ReportArgs),
+    /// Write a run's episodes as other tools read them, one file each
+    Trajectories(commands::trajectories::TrajectoriesArgs),
     /// Write a model as a Hugging Face folder, with its adapter merged
     Export(commands::export::ExportArgs),
     /// Show where the memory of a run would go, without loading anything
@@ -116,6 +118,7 @@ pub fn main() -> ExitCode {
         Command::Sft(args) => commands::sft::run(&args, &printer),
         Command::Eval(args) => commands::eval::run(&args, &printer),
         Command::Report(args) => commands::report::run(&args, &printer),
+        Command::Trajectories(args) => commands::trajectories::run(&args, &printer),
         Command::Export(args) => commands::export::run(&args, &printer),
         Command::Plan(args) => commands::plan::run(&args, &printer),
         Command::Bench(args) => commands::bench::run(&args, &printer),

@@ -5,9 +5,10 @@
 //! [`read_step`] keep the trajectories of a training step in `rollouts/step-N.jsonl`.
 //!
 //! The trace, not the conversation, is what is trained on: rendering the messages again may give
-//! other ids than those that were sampled. A trajectory that could not be scored has no reward, so
+//! other ids than those that were sampled. [`AtifTrajectory`] is one as tools of others read it. A trajectory that could not be scored has no reward, so
 //! that a fault of ours is never mistaken for a wrong answer.
 
+mod atif;
 mod error;
 mod store;
 mod token_trace;
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::chat::Message;
 
+pub use atif::{ATIF_VERSION, AtifOrigin, AtifTrajectory};
 pub use error::{StoreError, TraceError};
 pub use store::{StepReader, StepWriter, read_step, step_path, steps};
 pub use token_trace::TokenTrace;

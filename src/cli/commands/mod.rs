@@ -21,3 +21,4 @@ pub(super) mod sft;
 pub(super) mod task;
 mod task_grade;
 pub(super) mod train;
+pub(super) mod trajectories;
