@@ -18,6 +18,7 @@ pub mod hub;
 mod lines;
 pub mod openai;
 pub mod openenv;
+mod process;
 pub mod proxy;
 pub mod report;
 pub mod rollout;

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::Captured;
+
 /// Who a process is, in numbers of the actor's own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct User {
@@ -86,42 +88,6 @@ pub enum Ending {
         /// What is known about why.
         reason: String,
     },
-}
-
-/// What was kept of a stream: all of it, or its beginning and its end.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct Captured {
-    /// Its beginning.
-    pub head: Vec<u8>,
-    /// How many bytes are left out between the two.
-    pub dropped: u64,
-    /// Its end; empty where nothing is left out.
-    pub tail: Vec<u8>,
-}
-
-impl Captured {
-    /// Whether bytes are left out.
-    #[must_use]
-    pub fn is_truncated(&self) -> bool {
-        self.dropped > 0
-    }
-
-    /// Returns it as text, with a line where bytes are left out.
-    #[must_use]
-    pub fn text(&self) -> String {
-        let head = String::from_utf8_lossy(&self.head);
-        if !self.is_truncated() {
-            return head.into_owned();
-        }
-        let tail = String::from_utf8_lossy(&self.tail);
-        format!("{head}\n[{} bytes left out]\n{tail}", self.dropped)
-    }
-}
-
-impl std::fmt::Debug for Captured {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Debug::fmt(&self.text(), f)
-    }
 }
 
 /// What a command left.

@@ -86,7 +86,7 @@ mod tests {
         let path = folder.path().to_owned();
         // As deep as paths and stacks are not.
         let deep = path.join("deep");
-        for _ in 0..20_000 {
+        for _ in 0..3000 {
             let above = path.join("above");
             fs::create_dir(&above).unwrap();
             if deep.exists() {

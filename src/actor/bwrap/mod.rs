@@ -26,9 +26,10 @@ use super::run_folder::RunFolder;
 use super::transfer::{self, Shell};
 use super::{
     Actor, ActorBackend, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec,
-    Capabilities, Ending, FileTree, Isolation, RootFs, TreeLimits, User, process,
+    Capabilities, Ending, FileTree, Isolation, RootFs, TreeLimits, User,
 };
 use crate::actor::removal::remove_tree;
+use crate::process;
 
 /// The backend's name.
 const NAME: &str = "bwrap";

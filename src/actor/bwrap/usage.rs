@@ -51,7 +51,11 @@ pub(super) fn over(top: Pid, folder: &Path, limits: &ActorLimits) -> Option<Endi
             used: memory,
         });
     }
-    let written = size(folder);
+    let Some(written) = size(folder) else {
+        return Some(Ending::Killed {
+            reason: "its folders are too deep to count what it wrote".to_owned(),
+        });
+    };
     (written > limits.disk).then(|| Ending::Killed {
         reason: format!("it wrote {written} bytes, of at most {}", limits.disk),
     })
@@ -79,12 +83,19 @@ fn rows() -> HashMap<i32, Row> {
         .collect()
 }
 
-/// Returns the bytes on disk of what is in a folder; links are not followed.
-fn size(folder: &Path) -> u64 {
+/// The longest path that can be looked at with a name of 255 bytes behind it, of the 4096 of the kernel.
+const MAX_PATH: usize = 4096 - 1 - 256;
+
+/// Returns the bytes on disk of what is in a folder, unless it is too deep to be looked at; links are not
+/// followed.
+fn size(folder: &Path) -> Option<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut bytes = 0;
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
+        if folder.as_os_str().len() > MAX_PATH {
+            return None;
+        }
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
             let Ok(status) = entry.metadata() else {
                 continue;
@@ -95,5 +106,29 @@ fn size(folder: &Path) -> u64 {
             }
         }
     }
-    bytes
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_counted_is_told_from_nothing() {
+        let scratch = crate::actor::Scratch::new().unwrap();
+        fs::write(scratch.path().join("file"), [1; 5000]).unwrap();
+        assert_eq!(size(scratch.path()), Some(8192));
+        // Deeper than a path can say.
+        let name = "n".repeat(200);
+        let deep = scratch.path().join("deep");
+        for _ in 0..30 {
+            let above = scratch.path().join("above");
+            fs::create_dir(&above).unwrap();
+            if deep.exists() {
+                fs::rename(&deep, above.join(&name)).unwrap();
+            }
+            fs::rename(&above, &deep).unwrap();
+        }
+        assert_eq!(size(scratch.path()), None);
+    }
 }

@@ -1,11 +1,13 @@
 //! One actor in gVisor, and what is kept of one.
 
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fs_err as fs;
+use rustix::process::Signal;
 use serde_json::Value;
 
 use super::bundle;
@@ -15,15 +17,18 @@ use crate::actor::removal::remove_tree;
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
-    TreeLimits, User, process,
+    TreeLimits, User,
 };
+use crate::process;
 
 /// How long a killed sandbox may take to be gone.
 const GONE: Duration = Duration::from_secs(10);
 /// How long a sandbox whose first process has ended may take to end.
 const ENDING: Duration = Duration::from_secs(1);
+/// How long the first process may take to kill all others.
+const SETTLING: Duration = Duration::from_secs(3);
 /// The most of a log that is returned.
-const MAX_LOG: usize = 64 << 10;
+const MAX_LOG: u64 = 64 << 10;
 
 /// An actor in gVisor.
 #[derive(Debug)]
@@ -134,8 +139,8 @@ impl RunscActor {
             let _ = fs::remove_file(path);
         }
         let code = finished.status.and_then(|status| status.code());
-        if finished.timed_out && code.is_none() {
-            // Its processes are still there: the client did not see them end.
+        if finished.timed_out && (code.is_none() || !self.has_settled(&container.id)) {
+            // Its processes are still there, or those of the next command would be taken for them.
             container.life.end(Ending::Killed {
                 reason: "its processes did not end when they were killed".to_owned(),
             });
@@ -163,6 +168,25 @@ impl RunscActor {
             stderr: finished.stderr,
             elapsed: started.elapsed(),
         })
+    }
+}
+
+impl RunscActor {
+    /// Waits until the first process has killed all others that it was told to kill, and returns whether it
+    /// has.
+    fn has_settled(&self, container: &str) -> bool {
+        let runsc = &self.machine.runsc;
+        let until = Instant::now() + SETTLING;
+        while Instant::now() < until {
+            let mut client = runsc.command(&["exec", container, HELPER, "settled"]);
+            let asked = process::run(&mut client, &[], SETTLING, 4096, |_| false, |_| ());
+            let code = asked.ok().and_then(|finished| finished.status?.code());
+            // It may have been killed, too, and then it has to ask again.
+            if code == Some(128 + Signal::TERM.as_raw()) {
+                return true;
+            }
+        }
+        false
     }
 }
 
@@ -222,9 +246,8 @@ impl Actor for RunscActor {
 
     fn logs(&self) -> String {
         let path = self.lock().folder.join("runsc.log");
-        let log = fs::read(path).unwrap_or_default();
-        let end = &log[log.len().saturating_sub(MAX_LOG)..];
-        String::from_utf8_lossy(end).into_owned()
+        let end = read_end(&path).unwrap_or_default();
+        String::from_utf8_lossy(&end).into_owned()
     }
 
     fn destroy(self: Box<Self>) -> Result<(), ActorError> {
@@ -294,4 +317,14 @@ impl Drop for RunscSnapshot {
             }
         });
     }
+}
+
+/// Returns the last [`MAX_LOG`] bytes of a file, which may be of any length.
+fn read_end(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut file = fs::File::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(MAX_LOG)))?;
+    let mut end = Vec::new();
+    file.take(MAX_LOG).read_to_end(&mut end)?;
+    Ok(end)
 }

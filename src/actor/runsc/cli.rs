@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fs_err as fs;
 
 use crate::actor::ActorError;
-use crate::actor::process::{self, Finished};
+use crate::process::{self, Finished};
 
 /// The longest that a call may take that only does something with a sandbox.
 pub(super) const CALL: Duration = Duration::from_secs(30);

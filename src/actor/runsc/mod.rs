@@ -23,8 +23,9 @@ use self::cli::Runsc;
 use self::watch::{Life, Watcher};
 use super::janitor::Janitor;
 use super::run_folder::{HostProcess, RunFolder, kill_named};
-use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, process};
+use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation};
 use crate::actor::removal::remove_tree;
+use crate::process;
 
 /// The backend's name.
 const NAME: &str = "runsc";

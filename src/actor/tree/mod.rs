@@ -11,6 +11,10 @@ use fs_err as fs;
 
 use super::ActorError;
 
+/// How deep a tree may be. Every entry looks at the folders above it, and the host's folders of that depth
+/// can still be named.
+const MAX_DEPTH: usize = 256;
+
 /// Something in a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Entry {
@@ -255,14 +259,23 @@ fn read_file(path: &Path, limit: u64, bytes: &mut u64) -> Result<Entry, ActorErr
 /// Returns the path without `.`, if it stays below where it starts.
 fn plain(path: &Path) -> Result<PathBuf, ActorError> {
     let mut plain = PathBuf::new();
+    let mut depth = 0;
     for part in path.components() {
         match part {
-            Component::Normal(name) => plain.push(name),
+            Component::Normal(name) => {
+                plain.push(name);
+                depth += 1;
+            }
             Component::CurDir => {}
             Component::RootDir | Component::ParentDir | Component::Prefix(_) => {
                 return Err(hostile(format!("`{}` leads out of it", path.display())));
             }
         }
+    }
+    if depth > MAX_DEPTH {
+        return Err(hostile(format!(
+            "a path of it has {depth} parts, of at most {MAX_DEPTH}"
+        )));
     }
     let bytes = plain.as_os_str().as_encoded_bytes();
     if bytes.is_empty() || bytes.len() > 4096 || bytes.contains(&0) {

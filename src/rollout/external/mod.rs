@@ -25,12 +25,13 @@ use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
     side_by_side,
 };
-use crate::actor::{Scratch, find_program};
+use crate::actor::Scratch;
 use crate::chat::{Message, Role};
 use crate::engine::{Engine, EngineHandle};
 use crate::env::Environment;
 use crate::http;
 use crate::openai::ServedModel;
+use crate::process::find_program;
 use crate::proxy::{
     Backend, CallGraph, Capture, ProxyConfig, RowLabels, TrainingSession, trajectories,
 };

@@ -3,20 +3,19 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::Read;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
-
 use crate::actor::bwrap::{self, Arguments, Network};
+use crate::process::Group;
 
 /// The most of each stream that is kept: its end.
 const MAX_OUTPUT: usize = 64 << 10;
-/// Time between looks at whether it has ended.
+/// Time between looks at whether its output has.
 const POLL: Duration = Duration::from_millis(5);
 /// How long its output may stay open once it has ended: a process that it left behind may hold it.
 const DRAIN: Duration = Duration::from_millis(500);
@@ -111,27 +110,17 @@ impl Program<'_> {
             )
             .env("HOME", self.seen_folder())
             .envs(variables)
-            // A group of its own, so that what it starts ends with it.
-            .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        let mut child = Running(command.spawn()?);
-        let stdout = keep_end(child.0.stdout.take());
-        let stderr = keep_end(child.0.stderr.take());
+        let mut group = Group::start(&mut command)?;
+        let stdout = keep_end(group.leader.stdout.take());
+        let stderr = keep_end(group.leader.stderr.take());
         let until = Instant::now() + self.timeout;
-        let status = loop {
-            if let Some(status) = child.0.try_wait()? {
-                break Some(status);
-            }
-            if Instant::now() >= until || stop.load(Ordering::Relaxed) {
-                break None;
-            }
-            std::thread::sleep(POLL);
-        };
-        drop(child);
+        let in_time = group.wait(|| Instant::now() >= until || stop.load(Ordering::Relaxed))?;
+        let status = group.end()?;
         Ok(Ended {
-            status,
+            status: in_time.then_some(status),
             stdout: drain(stdout),
             stderr: drain(stderr),
         })
@@ -152,19 +141,6 @@ impl Program<'_> {
         let mut all = vec![OsString::from(bwrap::PROGRAM)];
         all.extend(arguments.running(self.command));
         all
-    }
-}
-
-/// A process that ends, with its group, when nobody waits for it any more.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
-            // It may have left others behind, or be gone with all of them.
-            let _ = kill_process_group(group, Signal::KILL);
-        }
-        let _ = self.0.wait();
     }
 }
 

@@ -4,21 +4,15 @@
 //! helpers or submodules, only the transports named below, and every object is checked as it comes.
 //! Each call is bounded in time.
 
-use std::io::{Read, Write as _};
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-
-use rustix::process::{Pid, Signal, kill_process_group};
+use std::process::Command;
+use std::time::Duration;
 
 use super::HarborError;
+use crate::process;
 
 /// How long one call may take; the largest public task repository takes about a minute.
 const TIMEOUT: Duration = Duration::from_secs(600);
-
-/// How often a call is looked after.
-const POLL: Duration = Duration::from_millis(20);
 
 /// Bytes kept of what a call prints.
 const MAX_OUTPUT: usize = 64 << 10;
@@ -145,41 +139,25 @@ impl<'a> Checkout<'a> {
                 ("GIT_SSH_COMMAND", "ssh -oBatchMode=yes"),
                 ("GIT_TERMINAL_PROMPT", "0"),
                 ("SSH_ASKPASS", "false"),
-            ])
-            // A group of its own, so that its helpers end with it.
-            .process_group(0)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        let child = command
-            .spawn()
-            .map_err(|source| HarborError::NoGit { source })?;
-        let mut child = Running(child);
-        let mut stdin = child.0.stdin.take();
-        let (stdout, stderr) = (child.0.stdout.take(), child.0.stderr.take());
-        let (status, stdout, stderr) = std::thread::scope(|scope| {
-            scope.spawn(move || {
-                // It may have ended without reading.
-                let _ = stdin
-                    .take()
-                    .map(|mut pipe| pipe.write_all(input.as_bytes()));
-            });
-            let stdout = scope.spawn(|| read_start(stdout));
-            let stderr = scope.spawn(|| read_start(stderr));
-            let status = child.wait(TIMEOUT);
-            (
-                status,
-                stdout.join().unwrap_or_default(),
-                stderr.join().unwrap_or_default(),
-            )
-        });
-        match status {
-            Some(status) if status.success() => Ok(stdout),
-            Some(status) => Err(failed(format!("ended with {status}"), &stderr)),
-            None => {
+            ]);
+        let finished = process::run(
+            &mut command,
+            input.as_bytes(),
+            TIMEOUT,
+            MAX_OUTPUT,
+            |_| false,
+            |_| (),
+        )
+        .map_err(|source| HarborError::NoGit { source })?;
+        let stderr = finished.stderr.text();
+        match finished.status {
+            _ if finished.timed_out => {
                 let ended = format!("was stopped after {} s", TIMEOUT.as_secs());
                 Err(failed(ended, &stderr))
             }
+            Some(status) if status.success() => Ok(finished.stdout.text()),
+            Some(status) => Err(failed(format!("ended with {status}"), &stderr)),
+            None => Err(failed("did not end".to_owned(), &stderr)),
         }
     }
 }
@@ -188,51 +166,4 @@ impl<'a> Checkout<'a> {
 pub(super) fn is_commit(revision: &str) -> bool {
     matches!(revision.len(), 40 | 64)
         && (revision.bytes()).all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
-}
-
-/// Reads to the end and keeps the start.
-fn read_start(pipe: Option<impl Read>) -> String {
-    let mut kept = Vec::new();
-    let mut buffer = [0; 4096];
-    if let Some(mut pipe) = pipe {
-        while let Ok(count @ 1..) = pipe.read(&mut buffer) {
-            let room = MAX_OUTPUT.saturating_sub(kept.len()).min(count);
-            kept.extend_from_slice(&buffer[..room]);
-        }
-    }
-    String::from_utf8_lossy(&kept).into_owned()
-}
-
-/// A process that ends, with its group, when nobody waits for it any more.
-struct Running(Child);
-
-impl Running {
-    /// Waits for its end; stops it, and says nothing, where that takes longer than `timeout`.
-    fn wait(&mut self, timeout: Duration) -> Option<std::process::ExitStatus> {
-        let until = Instant::now() + timeout;
-        loop {
-            match self.0.try_wait() {
-                Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < until => std::thread::sleep(POLL),
-                _ => {
-                    self.stop();
-                    return None;
-                }
-            }
-        }
-    }
-
-    fn stop(&self) {
-        if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
-            // It may be gone with all of them.
-            let _ = kill_process_group(group, Signal::KILL);
-        }
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.stop();
-        let _ = self.0.wait();
-    }
 }

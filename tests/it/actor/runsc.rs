@@ -159,7 +159,7 @@ fn a_fork_bomb_meets_the_limit_and_its_end() {
         "it met the limit: {output:?}"
     );
     assert!(started.elapsed() < Duration::from_secs(25));
-    // The actor is as good as before.
+    // The actor is as good as before: what killed them kills nothing that comes later.
     assert_eq!(
         text(&*actor, "ls /proc | grep -c '^[0-9]' | sed 's/[1-9]$/few/'"),
         "few"
@@ -278,8 +278,17 @@ fn an_actor_that_is_killed_from_outside_says_so() {
     let actor = scene.actor();
     std::thread::scope(|scope| {
         let running = scope.spawn(|| sh(&*actor, "echo begun; sleep 100"));
-        std::thread::sleep(Duration::from_millis(700));
         let id = actor.id();
+        // Its program is known once it has started; then it has a word to say.
+        let begun = Instant::now();
+        while !names_below(scene.base.path()).any(|name| name.ends_with("exec-0.pid")) {
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "it does not start"
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        std::thread::sleep(Duration::from_secs(2));
         let listing = Command::new("pgrep")
             .args(["-f", &format!("runsc-sandbox.* {id}$")])
             .output();
@@ -475,4 +484,32 @@ fn what_a_crashed_run_left_is_collected() {
     assert_eq!(runs(base.path()).len(), 1);
     drop(next);
     assert!(runs(base.path()).is_empty());
+}
+
+/// The first process once held the streams of `runsc`, through which a guest could fill the host's disk.
+#[test]
+fn no_stream_of_the_host_is_open_to_guests() {
+    let scene = runsc();
+    let actor = scene.actor();
+    assert_eq!(text(&*actor, "ls /proc/1/fd | wc -l"), "0");
+    let forged = sh(&*actor, "echo forged > /proc/1/fd/2");
+    assert!(!forged.is_success(), "{forged:?}");
+    assert!(!actor.logs().contains("forged"));
+    drop(actor);
+    scene.close();
+}
+
+/// Returns the names of all that is in a folder, however deep.
+fn names_below(folder: &Path) -> impl Iterator<Item = String> {
+    let mut folders = vec![folder.to_owned()];
+    let mut names = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in fs_err::read_dir(folder).into_iter().flatten().flatten() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                folders.push(entry.path());
+            }
+        }
+    }
+    names.into_iter()
 }

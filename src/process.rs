@@ -1,4 +1,4 @@
-//! Programs of the host that act for an actor: each has an input, a bounded output and an end.
+//! Programs of this machine: each has an input, a bounded output and an end.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write as _};
@@ -9,9 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
-
-use super::Captured;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 /// Time between looks at whether it has ended.
 const POLL: Duration = Duration::from_millis(2);
@@ -31,26 +29,62 @@ pub(crate) fn find_program(name: &Path) -> Option<PathBuf> {
         .find(|program| program.is_file())
 }
 
-/// How a program of the host ended.
+/// What was kept of a stream: all of it, or its beginning and its end.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Captured {
+    /// Its beginning.
+    pub head: Vec<u8>,
+    /// How many bytes are left out between the two.
+    pub dropped: u64,
+    /// Its end; empty where nothing is left out.
+    pub tail: Vec<u8>,
+}
+
+impl Captured {
+    /// Whether bytes are left out.
+    #[must_use]
+    pub fn is_truncated(&self) -> bool {
+        self.dropped > 0
+    }
+
+    /// Returns it as text, with a line where bytes are left out.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let head = String::from_utf8_lossy(&self.head);
+        if !self.is_truncated() {
+            return head.into_owned();
+        }
+        let tail = String::from_utf8_lossy(&self.tail);
+        format!("{head}\n[{} bytes left out]\n{tail}", self.dropped)
+    }
+}
+
+impl std::fmt::Debug for Captured {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Debug::fmt(&self.text(), f)
+    }
+}
+
+/// How a program ended.
 #[derive(Debug)]
-pub(super) struct Finished {
+pub(crate) struct Finished {
     /// None if it had to be killed.
-    pub(super) status: Option<ExitStatus>,
+    pub(crate) status: Option<ExitStatus>,
     /// Whether it was ended: its time was over, or who watched it said so.
-    pub(super) timed_out: bool,
-    pub(super) stdout: Captured,
-    pub(super) stderr: Captured,
+    pub(crate) timed_out: bool,
+    pub(crate) stdout: Captured,
+    pub(crate) stderr: Captured,
 }
 
 impl Finished {
     /// Whether it ended by itself, in time, with 0.
-    pub(super) fn is_success(&self) -> bool {
+    pub(crate) fn is_success(&self) -> bool {
         !self.timed_out && self.status.is_some_and(|status| status.success())
     }
 }
 
 /// Returns the moment that is `time` from now, or one that nobody lives to see.
-pub(super) fn deadline(time: Duration) -> Instant {
+pub(crate) fn deadline(time: Duration) -> Instant {
     const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     Instant::now() + time.min(CENTURY)
 }
@@ -62,7 +96,7 @@ pub(super) fn deadline(time: Duration) -> Instant {
 /// # Errors
 ///
 /// Fails where it cannot be started.
-pub(super) fn run(
+pub(crate) fn run(
     command: &mut Command,
     stdin: &[u8],
     timeout: Duration,
@@ -74,68 +108,103 @@ pub(super) fn run(
         [] => Stdio::null(),
         _ => Stdio::piped(),
     };
-    let mut child = Running(
-        command
-            .process_group(0)
-            .stdin(input)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?,
-    );
-    let stdout = Stream::read(child.0.stdout.take(), max_output);
-    let stderr = Stream::read(child.0.stderr.take(), max_output);
-    if let Some(mut pipe) = child.0.stdin.take() {
+    command
+        .stdin(input)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut group = Group::start(command)?;
+    let stdout = Stream::read(group.leader.stdout.take(), max_output);
+    let stderr = Stream::read(group.leader.stderr.take(), max_output);
+    if let Some(mut pipe) = group.leader.stdin.take() {
         let bytes = stdin.to_vec();
         // Who does not read it to its end has its reasons.
         std::thread::spawn(move || pipe.write_all(&bytes));
     }
-    let number = i32::try_from(child.0.id()).ok().and_then(Pid::from_raw);
-    let pid = number.expect("the kernel gives positive numbers");
+    let pid = group.pid;
     let until = deadline(timeout);
-    let mut status = wait(&mut child.0, || Instant::now() >= until || watch(pid))?;
-    let timed_out = status.is_none();
+    let mut ended = group.wait(|| Instant::now() >= until || watch(pid))?;
+    let timed_out = !ended;
     if timed_out {
         kill(pid);
         let until = Instant::now() + GRACE;
-        status = wait(&mut child.0, || Instant::now() >= until)?;
+        ended = group.wait(|| Instant::now() >= until)?;
     }
-    drop(child);
+    let status = group.end()?;
     let until = Instant::now() + DRAIN;
     Ok(Finished {
-        status,
+        status: ended.then_some(status),
         timed_out,
         stdout: stdout.finish(until),
         stderr: stderr.finish(until),
     })
 }
 
-/// Waits until the child has ended or `is_over`.
-fn wait(
-    child: &mut Child,
-    mut is_over: impl FnMut() -> bool,
-) -> std::io::Result<Option<ExitStatus>> {
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(Some(status));
+/// A program in a process group of its own, which ends with this.
+pub(crate) struct Group {
+    /// The program. It must not be waited for but here: once it was, its number may be another's.
+    pub(crate) leader: Child,
+    pid: Pid,
+    is_collected: bool,
+}
+
+impl Group {
+    /// Starts it.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it cannot be started.
+    pub(crate) fn start(command: &mut Command) -> std::io::Result<Self> {
+        let leader = command.process_group(0).spawn()?;
+        let number = i32::try_from(leader.id()).ok().and_then(Pid::from_raw);
+        Ok(Self {
+            leader,
+            pid: number.expect("the kernel gives positive numbers"),
+            is_collected: false,
+        })
+    }
+
+    /// Waits until the program has ended, or `is_over`; returns whether it has ended.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it cannot be looked after.
+    pub(crate) fn wait(&self, mut is_over: impl FnMut() -> bool) -> std::io::Result<bool> {
+        // Not collected: as long as it is there, so is its group, and no other has its number.
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        loop {
+            if waitid(WaitId::Pid(self.pid), look)?.is_some() {
+                return Ok(true);
+            }
+            if is_over() {
+                return Ok(false);
+            }
+            std::thread::sleep(POLL);
         }
-        if is_over() {
-            return Ok(None);
+    }
+
+    /// Ends all that is left of the group, and returns how the program ended.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it cannot be waited for.
+    pub(crate) fn end(mut self) -> std::io::Result<ExitStatus> {
+        self.kill();
+        self.leader.wait()
+    }
+
+    fn kill(&mut self) {
+        if !std::mem::replace(&mut self.is_collected, true) {
+            // All of them may be gone.
+            let _ = kill_process_group(self.pid, Signal::KILL);
         }
-        std::thread::sleep(POLL);
     }
 }
 
-/// A process that ends, with its group, when nobody waits for it any more.
-struct Running(Child);
-
-impl Drop for Running {
+impl Drop for Group {
     fn drop(&mut self) {
-        // Once it was waited for, its number may be another's.
-        if let Ok(None) = self.0.try_wait() {
-            if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
-                let _ = kill_process_group(group, Signal::KILL);
-            }
-            let _ = self.0.wait();
+        if !self.is_collected {
+            self.kill();
+            let _ = self.leader.wait();
         }
     }
 }
@@ -285,6 +354,18 @@ mod tests {
         // A kill is on its way when the call returns.
         while !is_gone() {
             assert!(started.elapsed() < LONG, "process {pid} is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn what_a_program_leaves_in_its_group_ends_with_it() {
+        let finished = sh("sleep 1000 >/dev/null 2>&1 & echo $!", b"", LONG, 100);
+        assert!(finished.is_success());
+        let stat = format!("/proc/{}/stat", finished.stdout.text().trim());
+        let started = Instant::now();
+        while !fs_err::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")) {
+            assert!(started.elapsed() < LONG, "it still runs");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
