@@ -129,31 +129,25 @@ impl Episode {
     }
 
     /// Returns an episode that was saved between two turns or within one, with `environment` brought to
-    /// where it was.
-    ///
-    /// # Errors
-    ///
-    /// Returns the trajectory, failed, where the environment does not answer as it did.
+    /// where it was. Where the environment fails, or does not answer as it did, the episode
+    /// [has failed](Self::has_failed).
     pub(super) fn replay(
         environment: Box<dyn Environment>,
         trajectory: Trajectory,
         decode: &Decode<'_>,
         format: ToolCallFormat,
-    ) -> Result<Self, Box<Trajectory>> {
+    ) -> Self {
         let mut episode = Self {
             environment,
             trajectory,
         };
-        let replayed = catch_unwind(AssertUnwindSafe(|| episode.answer_again(decode, format)));
-        let error = match replayed {
-            Ok(Ok(())) => return Ok(episode),
-            Ok(Err(error)) => error,
-            Err(_) => RolloutError::Replay {
-                task: episode.task_id().to_owned(),
-            },
-        };
-        episode.fail(&error);
-        Err(Box::new(episode.into_trajectory()))
+        episode.guard(|episode| {
+            if let Err(error) = episode.answer_again(decode, format) {
+                episode.fail(&error);
+            }
+            None
+        });
+        episode
     }
 
     /// Lets the environment answer all turns again.
@@ -163,10 +157,13 @@ impl Episode {
         format: ToolCallFormat,
     ) -> Result<(), RolloutError> {
         let trajectory = &self.trajectory;
-        let differs = || RolloutError::Replay {
-            task: trajectory.task_id.clone(),
+        let task = || trajectory.task_id.clone();
+        let differs = || RolloutError::Replay { task: task() };
+        let lost = |source| RolloutError::Restore {
+            task: task(),
+            source,
         };
-        let mut said = self.environment.reset().map_err(|_| differs())?;
+        let mut said = self.environment.reset().map_err(lost)?;
         let mut place = 0;
         for turn in &trajectory.turns {
             if trajectory.messages.get(place..turn.message) != Some(&said[..]) {
@@ -176,7 +173,7 @@ impl Episode {
             // Without the token that ended the turn: one that was cut off would have ended the episode.
             let text = decode(&ids[..ids.len().saturating_sub(1)])?;
             let parsed = parse_turn_as(&text, format, self.environment.tools());
-            let result = self.environment.step(&parsed).map_err(|_| differs())?;
+            let result = self.environment.step(&parsed).map_err(lost)?;
             if result.done {
                 return Err(differs());
             }
@@ -524,7 +521,7 @@ mod tests {
         let replay = |saved: Trajectory| {
             Episode::replay(Box::new(Echo), saved, &decode, ToolCallFormat::Hermes)
         };
-        let mut episode = replay(saved.clone()).unwrap();
+        let mut episode = replay(saved.clone());
         assert_eq!(episode.trajectory(), &saved);
         // Later policies are noted once each.
         let length = saved.trace.len();
@@ -548,12 +545,33 @@ mod tests {
             tampered(&|messages| messages[0] = Message::user("say nothing")),
             tampered(&|messages| messages.push(Message::tool("f9"))),
         ] {
-            let failed = replay(saved).unwrap_err();
+            let failed = replay(saved).into_trajectory();
             assert_eq!((failed.reward, failed.passed), (None, None));
             let Status::Failed { reason } = failed.status else {
                 unreachable!("it has failed");
             };
             assert!(reason.contains("does not answer as it did"), "{reason}");
+        }
+    }
+
+    /// An environment that is not there is another fault than one that has changed.
+    #[test]
+    fn a_saved_episode_whose_environment_fails_says_why() {
+        for (panics, expected) in [
+            (
+                false,
+                "the environment of task `task` could not be brought back to where it was before the run \
+                 was resumed: it is not there",
+            ),
+            (true, "the environment panicked"),
+        ] {
+            let broken = Box::new(Broken { panics });
+            let failed = Episode::replay(broken, two_turns(), &decode, ToolCallFormat::Hermes);
+            assert!(failed.has_failed());
+            let Status::Failed { reason } = failed.into_trajectory().status else {
+                unreachable!("it has failed");
+            };
+            assert_eq!(reason, expected);
         }
     }
 }

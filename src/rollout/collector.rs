@@ -18,9 +18,9 @@ use crate::engine::{
 use crate::env::Environment;
 
 /// How long a request to stop may go unnoticed while tools run.
-const STOP_LATENCY: Duration = Duration::from_millis(200);
+pub(super) const STOP_LATENCY: Duration = Duration::from_millis(200);
 /// Time between looks at whether an environment elsewhere has begun.
-const RESET_POLL: Duration = Duration::from_millis(5);
+pub(super) const RESET_POLL: Duration = Duration::from_millis(5);
 
 /// Settings of [`Collector`].
 #[derive(Debug, Clone)]

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::chat::ChatError;
 use crate::engine::EngineError;
+use crate::env::EnvError;
 
 /// A fault of ours, or a model that cannot be used for rollouts; never what a policy did.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +54,18 @@ pub enum RolloutError {
     Replay {
         /// The task's id.
         task: String,
+    },
+    /// A saved episode's environment failed before it was where it had been.
+    #[error(
+        "the environment of task `{task}` could not be brought back to where it was before the run was \
+         resumed"
+    )]
+    Restore {
+        /// The task's id.
+        task: String,
+        /// What failed.
+        #[source]
+        source: EnvError,
     },
     /// A demonstration is not a conversation that a policy could have.
     #[error("demonstration {name}: {reason}")]

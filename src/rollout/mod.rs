@@ -14,6 +14,7 @@ mod error;
 mod external;
 mod group;
 mod paused;
+mod restored;
 mod seed;
 mod side_by_side;
 mod tools;

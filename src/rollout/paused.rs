@@ -5,15 +5,14 @@
 //! are computed again. A group is whole when all its episodes are done.
 //!
 //! Where is decided by counts of tokens, so it is the same in every run. Saved, an episode is its
-//! trajectory: its environment is brought back by answering its turns again, which must give the same.
+//! trajectory: its environment is brought back by answering its turns again (`restored`), which must give
+//! the same.
 
 use serde::{Deserialize, Serialize};
 
 use super::agent::Episode;
 use super::{CollectionSeed, RolloutGroup, derive_seed};
-use crate::chat::ToolCallFormat;
-use crate::engine::{Finished, SequenceSeed, Tokenizer};
-use crate::env::Environment;
+use crate::engine::{Finished, SequenceSeed};
 use crate::trajectory::Trajectory;
 
 /// What a turn has so far.
@@ -99,9 +98,9 @@ pub struct PausedRecord {
     pub task_id: String,
     /// Where the group began.
     pub origin: Origin,
-    max_new_tokens: usize,
-    done: Vec<Trajectory>,
-    paused: Vec<(Trajectory, OpenTurn)>,
+    pub(super) max_new_tokens: usize,
+    pub(super) done: Vec<Trajectory>,
+    pub(super) paused: Vec<(Trajectory, OpenTurn)>,
 }
 
 impl PausedRecord {
@@ -137,47 +136,6 @@ impl PausedGroup {
             paused: paused
                 .map(|paused| (paused.episode.trajectory().clone(), paused.turn.clone()))
                 .collect(),
-        }
-    }
-
-    /// Returns a saved group, given a fresh environment for each of its samples. Each is answered the
-    /// episode's turns again; an episode to which it then says something else has failed, by our fault.
-    #[must_use]
-    pub fn restore(
-        record: PausedRecord,
-        environments: Vec<Box<dyn Environment>>,
-        tokenizer: &Tokenizer,
-        format: ToolCallFormat,
-    ) -> Self {
-        let PausedRecord {
-            task_id,
-            origin,
-            max_new_tokens,
-            mut done,
-            paused: saved,
-        } = record;
-        let mut saved: Vec<_> = saved.into_iter().map(Some).collect();
-        let mut paused = Vec::with_capacity(saved.len());
-        for (sample, environment) in (0..).zip(environments) {
-            let is_of = |saved: &Option<(Trajectory, OpenTurn)>| {
-                (saved.as_ref()).is_some_and(|(trajectory, _)| trajectory.sample == sample)
-            };
-            let found = saved.iter_mut().find(|saved| is_of(saved));
-            let Some((trajectory, turn)) = found.and_then(Option::take) else {
-                continue;
-            };
-            let decode = |ids: &[u32]| tokenizer.decode(ids);
-            match Episode::replay(environment, trajectory, &decode, format) {
-                Ok(episode) => paused.push(PausedEpisode { episode, turn }),
-                Err(failed) => done.push(*failed),
-            }
-        }
-        Self {
-            task_id,
-            origin,
-            max_new_tokens,
-            done,
-            paused,
         }
     }
 

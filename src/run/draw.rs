@@ -165,6 +165,7 @@ impl TaskDraws<'_> {
         let template = self.policy.template.source();
         let format = self.collector.tool_call_format;
         let format = format.unwrap_or_else(|| ToolCallFormat::detect(template));
+        let mut saved = Vec::with_capacity(records.len());
         for record in records {
             let Origin { step, draw, visit } = record.origin;
             let task = self.mix.task(&record.task_id);
@@ -175,10 +176,11 @@ impl TaskDraws<'_> {
             let size = record.size().max(self.config.rollout.group_size);
             let seed = self.seed(step, draw);
             let environments = self.workbench.group(task, size, seed, visit).environments;
-            let tokenizer = &self.policy.tokenizer;
-            let group = PausedGroup::restore(record.clone(), environments, tokenizer, format);
-            self.paused.push(group);
+            saved.push((record.clone(), environments));
         }
+        let tokenizer = &self.policy.tokenizer;
+        let restored = PausedGroup::restore(saved, tokenizer, format, self.stop)?;
+        self.paused.extend(restored);
         Ok(())
     }
 

@@ -311,7 +311,9 @@ fn train_together(
             groups: waiting,
         });
     }
-    draws.restore(&run.progress.paused)?;
+    if let Err(error) = draws.restore(&run.progress.paused) {
+        return Err(give_up(&mut run, error)?);
+    }
     let sampler = (config.trainer.async_level > 0)
         .then(Sampler::new)
         .transpose()?;

@@ -302,9 +302,12 @@ fn an_episode_waits_within_a_turn_and_behind_a_tools_answer() {
         assert_eq!(record, paused[0].record());
         let environments = vec![Answers::boxed(3)];
         let format = ToolCallFormat::detect(policy.template.source());
-        let restored = PausedGroup::restore(record, environments, &policy.tokenizer, format);
+        let saved = vec![(record, environments)];
+        let never = AtomicBool::new(false);
+        let restored = PausedGroup::restore(saved, &policy.tokenizer, format, &never);
+        let restored = restored.expect("nobody stops it");
         let (kept, _) = collect(paused, 2, usize::MAX);
-        let (restored, _) = collect(vec![restored], 2, usize::MAX);
+        let (restored, _) = collect(restored, 2, usize::MAX);
         let (kept, restored) = (kept.expect("done"), restored.expect("done"));
         assert_eq!(kept.messages, restored.messages);
         assert_eq!(
