@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
-use axum::http::header;
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use futures_util::StreamExt as _;
@@ -18,6 +18,13 @@ use super::values::count_values;
 const SEND_WITHIN: Duration = Duration::from_secs(60);
 /// How long it may send nothing.
 const STALL_WITHIN: Duration = Duration::from_secs(5);
+/// The time in which a body must come on, again and again: who sends a byte now and then holds a share of what
+/// others wait for.
+const PACE_WINDOW: Duration = Duration::from_secs(5);
+/// By how many bytes, at the least: 1.6 kB/s, which any network has, and twelve times as much for large bodies,
+/// since few of them have room.
+const PACE: usize = 8 << 10;
+const PACE_OF_LARGE: usize = 96 << 10;
 
 /// Bodies up to this do not wait behind larger ones.
 const SMALL: usize = 256 << 10;
@@ -60,6 +67,7 @@ pub(crate) struct Bodies {
     limit: usize,
     patience: Duration,
     stall: Duration,
+    window: Duration,
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
 }
@@ -71,6 +79,7 @@ impl Bodies {
             limit: limit.min(u32::MAX as usize),
             patience: SEND_WITHIN,
             stall: STALL_WITHIN,
+            window: PACE_WINDOW,
             small: semaphore(ALL_SMALL),
             large: semaphore(limit.min(u32::MAX as usize)),
         }
@@ -86,7 +95,15 @@ impl Bodies {
     ) -> Response {
         match self.whole(request).await {
             Ok(request) => next.run(request).await,
-            Err(error) => refuse(error),
+            Err(error) => {
+                let mut refused = refuse(error);
+                if error == BodyError::TooSlow {
+                    // What is still to come of it is waited for no longer.
+                    let close = HeaderValue::from_static("close");
+                    refused.headers_mut().insert(header::CONNECTION, close);
+                }
+                refused
+            }
         }
     }
 
@@ -123,12 +140,17 @@ impl Bodies {
         let mut stream = body.into_data_stream();
         let mut whole = Vec::new();
         let mut share: Option<OwnedSemaphorePermit> = None;
-        let mut until = Instant::now() + self.patience;
+        let begun = Instant::now();
+        let mut until = begun + self.patience;
+        let mut pace = Pace::new(begun, self.window);
+        let mut heard = begun;
         loop {
-            let within = self
-                .stall
-                .min(until.saturating_duration_since(Instant::now()));
-            let piece = match tokio::time::timeout(within, stream.next()).await {
+            if !pace.is_kept(Instant::now(), whole.len()) {
+                return Err(BodyError::TooSlow);
+            }
+            let late = until.min(heard + self.stall);
+            let piece = match tokio::time::timeout_at(late.min(pace.ends), stream.next()).await {
+                Err(_) if Instant::now() < late => continue,
                 Err(_) => return Err(BodyError::TooSlow),
                 Ok(None) => return Ok((whole, share)),
                 Ok(Some(piece)) => piece.map_err(|_| BodyError::Broken)?,
@@ -153,9 +175,44 @@ impl Bodies {
                 share = Some(room.expect("the semaphores are never closed"));
                 // The client did not take this time.
                 until += asked.elapsed();
+                pace.ends += asked.elapsed();
             }
             whole.extend_from_slice(&piece);
+            heard = Instant::now();
         }
+    }
+}
+
+/// Whether a body comes on, window by window; the first is twice as long.
+struct Pace {
+    window: Duration,
+    /// When this window ends.
+    ends: Instant,
+    /// What had come before it.
+    before: usize,
+}
+
+impl Pace {
+    fn new(now: Instant, window: Duration) -> Self {
+        Self {
+            window,
+            ends: now + 2 * window,
+            before: 0,
+        }
+    }
+
+    /// Returns whether it is enough that `come` bytes have come by `now`.
+    fn is_kept(&mut self, now: Instant, come: usize) -> bool {
+        if now < self.ends {
+            return true;
+        }
+        let least = match self.before > SMALL {
+            true => PACE_OF_LARGE,
+            false => PACE,
+        };
+        let is_kept = come - self.before >= least;
+        (self.ends, self.before) = (now + self.window, come);
+        is_kept
     }
 }
 
@@ -254,6 +311,49 @@ mod tests {
         let first = (!text.is_empty()).then_some(Ok::<_, std::io::Error>(text));
         let first = futures_util::stream::iter(first);
         Body::from_stream(first.chain(futures_util::stream::pending()))
+    }
+
+    /// A byte now and then is no stall; it comes to its end after two seconds.
+    #[tokio::test]
+    async fn a_body_that_trickles_is_given_up_and_its_share_is_free() {
+        let bodies = Bodies {
+            window: Duration::from_millis(20),
+            ..Bodies::new(1000)
+        };
+        let trickle = futures_util::stream::iter(0..400).then(async |_| {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            Ok::<_, std::io::Error>(Bytes::from_static(b" "))
+        });
+        let request = sent(Body::from_stream(trickle), Some(400));
+        let refused = router(&bodies).oneshot(request).await.unwrap();
+        assert_eq!(refused.headers()[header::CONNECTION], "close");
+        let told = axum::body::to_bytes(refused.into_body(), 1 << 20).await;
+        assert_eq!(told.unwrap(), "the request body did not come in time");
+        assert_eq!(bodies.small.available_permits(), ALL_SMALL);
+    }
+
+    #[test]
+    fn a_body_must_come_on_in_each_window() {
+        let begun = Instant::now();
+        let at = |seconds: u64| begun + Duration::from_secs(seconds);
+        let pace = || Pace::new(begun, PACE_WINDOW);
+        let judge = |pace: &mut Pace, told: &[(u64, usize)]| -> Vec<bool> {
+            let judged = told.iter();
+            judged
+                .map(|(seconds, come)| pace.is_kept(at(*seconds), *come))
+                .collect()
+        };
+        // Ten seconds for the beginning, five for each further part of it.
+        assert_eq!(judge(&mut pace(), &[(9, 1), (10, PACE - 1)]), [true, false]);
+        let steady = [(10, PACE), (14, PACE), (15, 2 * PACE), (20, 3 * PACE - 1)];
+        assert_eq!(judge(&mut pace(), &steady), [true, true, true, false]);
+        // What came early is no credit.
+        assert_eq!(judge(&mut pace(), &[(10, SMALL), (15, SMALL)]), [true, false]);
+        let large = SMALL + 1;
+        let enough = [(10, large), (15, large + PACE_OF_LARGE)];
+        assert_eq!(judge(&mut pace(), &enough), [true, true]);
+        let little = [(10, large), (15, large + PACE)];
+        assert_eq!(judge(&mut pace(), &little), [true, false]);
     }
 
     #[tokio::test]
