@@ -4,6 +4,7 @@
 //! → [`trainer`] → run folder.
 
 pub mod actor;
+mod address;
 mod causes;
 pub mod chat;
 pub mod cli;

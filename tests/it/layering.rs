@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Each room and the rooms it may use, bottom first; [`ABOVE`] stands for every row above it.
 const LAYERS: &[(&str, &[&str])] = &[
+    ("address", &[]),
     ("causes", &[]),
     ("lines", &[]),
     ("process", &[]),
@@ -19,14 +20,22 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("sandbox", &["causes"]),
     ("engine", &["hub"]),
     ("grader", &["causes", "sandbox"]),
-    ("task", &["causes", "grader", "hub", "lines", "process"]),
+    (
+        "task",
+        &["address", "causes", "grader", "hub", "lines", "process"],
+    ),
     ("trajectory", &["chat", "lines"]),
     ("openai", &["causes", "chat", "engine", "http"]),
-    ("proxy", &["chat", "engine", "http", "openai", "trajectory"]),
+    (
+        "proxy",
+        &["address", "chat", "engine", "http", "openai", "trajectory"],
+    ),
     ("env", &["actor", "chat", "grader", "sandbox", "task"]),
     (
         "openenv",
-        &["causes", "chat", "env", "grader", "http", "sandbox", "task"],
+        &[
+            "address", "causes", "chat", "env", "grader", "http", "sandbox", "task",
+        ],
     ),
     (
         "rollout",
@@ -51,6 +60,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     (
         "eval",
         &[
+            "address",
             "chat",
             "env",
             "http",
@@ -61,9 +71,12 @@ const LAYERS: &[(&str, &[&str])] = &[
             "trajectory",
         ],
     ),
-    ("config", &["chat", "grader", "sandbox", "task"]),
+    ("config", &["address", "chat", "grader", "sandbox", "task"]),
     ("run", &[ABOVE]),
-    ("report", &["config", "engine", "run", "trajectory"]),
+    (
+        "report",
+        &["address", "config", "engine", "run", "trajectory"],
+    ),
     ("cli", &[ABOVE]),
 ];
 

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use ureq::http::header;
 
 use super::{Row, Sink};
+use crate::address::shown;
 use crate::http::{asked_pause, may_pass};
 
 /// Rows that wait while the server is slow; more are dropped.
@@ -101,6 +102,20 @@ fn next_batch(received: &Receiver<Value>, linger: Duration) -> Option<Vec<Value>
     Some(rows)
 }
 
+/// Why a server has not taken rows.
+#[derive(Debug, thiserror::Error)]
+enum PostError {
+    /// They are to be sent elsewhere.
+    #[error("it answered with status {status}, to send them to `{place}`; give that as `log.http`")]
+    Elsewhere { status: u16, place: String },
+    /// It did not take them.
+    #[error("it answered with status {status}")]
+    Status { status: u16 },
+    /// It was not reached.
+    #[error(transparent)]
+    Unreached(#[from] ureq::Error),
+}
+
 /// What sends the rows.
 struct Poster {
     agent: ureq::Agent,
@@ -117,6 +132,8 @@ impl Poster {
             .timeout_global(Some(TIMEOUT))
             // An answer's headers say when to try again.
             .http_status_as_error(false)
+            // A redirect would become a request without the rows, and a token is for one server.
+            .max_redirects(0)
             .build();
         Self {
             agent: ureq::Agent::new_with_config(config),
@@ -149,7 +166,7 @@ impl Poster {
         }
     }
 
-    fn post(&self, body: &str) -> Result<(), ureq::Error> {
+    fn post(&self, body: &str) -> Result<(), PostError> {
         let mut tried = 0;
         loop {
             let mut request = (self.agent.post(&self.url)).content_type("application/json");
@@ -160,21 +177,30 @@ impl Poster {
             let (error, pause) = match request.send(body) {
                 Ok(answer) => {
                     let status = answer.status();
-                    if !status.is_client_error() && !status.is_server_error() {
+                    if status.is_success() {
                         return Ok(());
                     }
-                    let error = ureq::Error::StatusCode(status.as_u16());
+                    let error = match answer.headers().get(header::LOCATION) {
+                        Some(place) if status.is_redirection() => PostError::Elsewhere {
+                            status: status.as_u16(),
+                            place: shown(&String::from_utf8_lossy(place.as_bytes())),
+                        },
+                        _ => PostError::Status {
+                            status: status.as_u16(),
+                        },
+                    };
                     if !may_pass(status) {
                         return Err(error);
                     }
                     (error, asked_pause(answer.headers()))
                 }
-                Err(error) => (error, None),
+                Err(error) => (error.into(), None),
             };
             if tried == TRIES {
                 return Err(error);
             }
-            self.pause(pause.unwrap_or(PAUSE * tried));
+            // Who asks for no pause, or a short one, gets the usual one all the same.
+            self.pause(pause.unwrap_or_default().max(PAUSE * tried));
         }
     }
 

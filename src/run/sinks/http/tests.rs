@@ -110,6 +110,33 @@ fn a_refusal_is_not_tried_again() {
     assert_eq!(server.requests().len(), 1);
 }
 
+/// Followed, it would be a request without the rows, whose answer says that all is well.
+#[test]
+fn rows_do_not_follow_a_redirect_and_its_place_is_told() {
+    for status in ["302 Found", "308 Permanent Redirect"] {
+        let answer = format!("{status}\r\nlocation: /other");
+        let server = Server::start(vec![&*answer.leak(), "200 OK"].leak());
+        let (_open, is_open) = channel();
+        let poster = Poster::new(&server.url, "first", None, is_open);
+        let error = poster.post(r#"{"rows": []}"#).unwrap_err().to_string();
+        let expected = format!("status {}, to send them to `/other`", &status[..3]);
+        assert!(error.contains(&expected), "{error}");
+        assert_eq!(server.requests().len(), 1, "{status}");
+    }
+    let server = Server::start(&["304 Not Modified", "200 OK"]);
+    log_all(&server, 1..=1);
+    assert_eq!(server.requests().len(), 1, "it has not taken them");
+}
+
+#[test]
+fn who_asks_for_no_pause_is_given_the_usual_one() {
+    let server = Server::start(&["429 Too Many Requests\r\nretry-after: 0"]);
+    let started = Instant::now();
+    log_all(&server, 1..=1);
+    assert!(started.elapsed() >= PAUSE + 2 * PAUSE, "{started:?}");
+    assert_eq!(server.requests().len(), TRIES as usize);
+}
+
 #[test]
 fn a_server_says_how_long_to_wait() {
     let server = Server::start(&["429 Too Many Requests\r\nretry-after: 1", "200 OK"]);
