@@ -8,6 +8,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::failure::Failure;
+use crate::address::shown;
 use crate::http::tls::TlsFiles;
 use crate::sandbox::{Limits, RuntimeName, SandboxError};
 
@@ -174,6 +175,7 @@ pub(super) fn require_http(option: &str, url: &str) -> Result<(), Failure> {
     if url.starts_with("http://") || url.starts_with("https://") {
         return Ok(());
     }
+    let url = shown(url);
     let message = format!("`{option}` is `{url}`, not an `http://` or `https://` address");
     Err(Failure::usage(anyhow::anyhow!(message)))
 }
@@ -192,6 +194,7 @@ pub(super) fn require_tls_for(
         Some(_) => "ca",
         None => "cert",
     };
+    let url = shown(url);
     let message = format!(
         "`{prefix}{given}` is of no use with `{option} {url}`: give an `https://` address, or leave it out"
     );

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::validate::{Issues, MAX_COUNT, validate_reward};
 use super::{Curriculum, RemoteConfig, RewardAggregation, RunConfig, TaskConfig, remote, units};
+use crate::address::shown;
 use crate::grader::RewardTerms;
 use crate::task::Split;
 
@@ -143,10 +144,27 @@ impl EnvironmentConfig {
     }
 }
 
+impl RunConfig {
+    /// Returns whether programs run here: unless all that the run acts in are environments elsewhere.
+    #[must_use]
+    pub fn runs_programs(&self) -> bool {
+        match self.environments.is_empty() {
+            true => self.env.is_none(),
+            false => (self.environments.values()).any(|environment| environment.env.is_none()),
+        }
+    }
+}
+
 /// Checks the environments of a run.
 pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
     if run.environments.is_empty() {
         remote::validate(run, "", issues);
+        if let Some(env) = &run.env {
+            let task = &run.task;
+            let splits = [("split", task.split), ("eval_split", task.eval_split)];
+            let grader = [("grader", task.grader.clone())];
+            remote::validate_tasks(env, "task.", splits, &grader, issues);
+        }
         return;
     }
     let task = &run.task;
@@ -167,17 +185,44 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
     issues.require(
         run.env.is_none(),
         "env",
-        run.env.as_ref().map_or("", |env| &env.url),
+        run.env
+            .as_ref()
+            .map_or_else(String::new, |env| shown(&env.url)),
         "make it the `env` of the environments that are there: `environments.NAME.env`",
     );
     for (name, environment) in &run.environments {
         environment.validate(name, run, issues);
         let prefix = format!("environments.{name}.");
         remote::validate(&environment.alone(run), &prefix, issues);
+        environment.validate_elsewhere(&prefix, issues);
     }
 }
 
 impl EnvironmentConfig {
+    /// Refuses what says nothing about an environment elsewhere.
+    fn validate_elsewhere(&self, prefix: &str, issues: &mut Issues) {
+        let Some(env) = &self.env else { return };
+        let splits = [("split", self.split), ("eval_split", self.eval_split)];
+        let of_grading = [
+            ("grader", self.grader.clone()),
+            (
+                "visible_tests",
+                self.visible_tests.map(|tests| tests.to_string()),
+            ),
+            (
+                "challenge_tests",
+                self.challenge_tests.map(|are_used| are_used.to_string()),
+            ),
+            ("fuel", self.fuel.map(|fuel| fuel.to_string())),
+            (
+                "deadline",
+                self.deadline.map(|deadline| format!("{deadline:?}")),
+            ),
+            ("reward", self.reward.as_ref().map(|_| "a table".to_owned())),
+        ];
+        remote::validate_tasks(env, prefix, splits, &of_grading, issues);
+    }
+
     fn validate(&self, name: &str, run: &RunConfig, issues: &mut Issues) {
         let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_".contains(letter);
         issues.require(

@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::validate::Issues;
 use super::{RewardAggregation, RunConfig, units};
+use crate::address::shown;
+use crate::task::Split;
 
 /// The longest wait that a run file may ask for.
 const MAX_WAIT: Duration = Duration::from_hours(24);
@@ -43,7 +45,8 @@ pub struct RemoteConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub action_field: Option<String>,
     /// The field of an observation that the policy is shown; what a program printed, the `instruction`, the
-    /// only text, or all of it as JSON unless given.
+    /// only text, or all of it as JSON unless given. What a tool gave back is shown where there is no such
+    /// field.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observation: Option<String>,
     /// Which reward of an episode's steps is the episode's; `last` unless given. One that never had any has 0.
@@ -139,6 +142,34 @@ pub enum RewardRule {
     Sum,
 }
 
+/// Refuses keys that say nothing about an environment elsewhere: of splits where its episodes are drawn by
+/// seeds, and those of grading here. Those that are not given are `None`; all begin with `prefix`.
+pub(super) fn validate_tasks(
+    env: &RemoteConfig,
+    prefix: &str,
+    splits: [(&str, Option<Split>); 2],
+    of_grading: &[(&str, Option<String>)],
+    issues: &mut Issues,
+) {
+    let splits = splits.iter().filter(|_| env.episodes.is_some());
+    for (key, split) in splits {
+        issues.require(
+            split.is_none(),
+            format!("{prefix}{key}"),
+            split.map_or_else(String::new, |split| split.to_string()),
+            "leave it out: episodes of `env.episodes` have no splits, and a fifth of them is held out",
+        );
+    }
+    for (key, value) in of_grading {
+        issues.require(
+            value.is_none(),
+            format!("{prefix}{key}"),
+            value.as_deref().unwrap_or_default(),
+            "leave it out: the environment of `env` runs and rewards its episodes itself",
+        );
+    }
+}
+
 /// Checks what a run says of an environment elsewhere, and with it; `run` has that environment alone, and its
 /// keys begin with `prefix`.
 pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
@@ -148,8 +179,14 @@ pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
     issues.require(
         schemes.iter().any(|scheme| env.url.starts_with(scheme)),
         key("url"),
-        &env.url,
+        shown(&env.url),
         "give the server's address, such as `http://127.0.0.1:8000`",
+    );
+    issues.require(
+        shown(&env.url) == env.url,
+        key("url"),
+        shown(&env.url),
+        "leave the user out; send a token with `env.headers`",
     );
     let is_secure = env.url.starts_with("https://") || env.url.starts_with("wss://");
     issues.require(
@@ -176,6 +213,12 @@ pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
         key("episodes"),
         env.episodes.unwrap_or_default(),
         "leave it out, or the paths of tasks: both say what the episodes are",
+    );
+    issues.require(
+        env.action_field.is_none() || env.actions != ActionStyle::Tools,
+        key("action_field"),
+        env.action_field.as_deref().unwrap_or_default(),
+        "leave it out, or `env.actions`: with `\"tools\"` no turn is an action as text",
     );
     issues.require(
         env.pass_reward.is_finite(),
@@ -210,7 +253,7 @@ pub(super) fn validate(run: &RunConfig, prefix: &str, issues: &mut Issues) {
     issues.require(
         run.rollout.agent.is_none(),
         key("url"),
-        &env.url,
+        shown(&env.url),
         "leave out `rollout.agent`: a program has tools of its own, and acts in no environment elsewhere",
     );
     issues.require(
@@ -310,6 +353,46 @@ mod tests {
                 "task.path = 't'\nenv.url = 'http://x'\ntrainer.reward_aggregation = 'gdpo'",
                 "env.reward",
                 "has no parts",
+            ),
+            (
+                "task.path = 't'\nenv = { url = 'http://x', actions = 'tools', action_field = 'code' }",
+                "env.action_field",
+                "or `env.actions`",
+            ),
+            (
+                "env = { url = 'http://x', episodes = 3 }\ntask.split = 'train'",
+                "task.split",
+                "have no splits",
+            ),
+            (
+                "env = { url = 'http://x', episodes = 3 }\ntask.eval_split = 'test'",
+                "task.eval_split",
+                "have no splits",
+            ),
+            (
+                "task.path = 't'\nenv.url = 'http://x'\ntask.grader = 'exact'",
+                "task.grader",
+                "rewards its episodes itself",
+            ),
+            (
+                "environments.a = { env = { url = 'http://x', episodes = 3 }, split = 'train' }",
+                "environments.a.split",
+                "have no splits",
+            ),
+            (
+                "environments.a = { path = 't', env.url = 'http://x', fuel = 2000000000 }",
+                "environments.a.fuel",
+                "rewards its episodes itself",
+            ),
+            (
+                "environments.a = { path = 't', env.url = 'http://x', reward.passed = 0.5 }",
+                "environments.a.reward",
+                "rewards its episodes itself",
+            ),
+            (
+                "task.path = 't'\nenv.url = 'http://me:secret@x'",
+                "env.url",
+                "send a token with `env.headers`",
             ),
             (
                 "env = { url = 'http://x', episodes = 3 }\nenvironments.a.path = 't'",

@@ -9,6 +9,7 @@ use super::{
     ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig,
     SamplerCorrection, TrainMode,
 };
+use crate::address::shown;
 use crate::grader::RewardTerms;
 use crate::sandbox::RuntimeName;
 
@@ -160,7 +161,7 @@ impl RunConfig {
         issues.require(
             url.starts_with("http://") || url.starts_with("https://"),
             "log.http",
-            url,
+            shown(url),
             "give a URL that starts with `http://` or `https://`",
         );
     }

@@ -348,7 +348,10 @@ mod tests {
         let steady = [(10, PACE), (14, PACE), (15, 2 * PACE), (20, 3 * PACE - 1)];
         assert_eq!(judge(&mut pace(), &steady), [true, true, true, false]);
         // What came early is no credit.
-        assert_eq!(judge(&mut pace(), &[(10, SMALL), (15, SMALL)]), [true, false]);
+        assert_eq!(
+            judge(&mut pace(), &[(10, SMALL), (15, SMALL)]),
+            [true, false]
+        );
         let large = SMALL + 1;
         let enough = [(10, large), (15, large + PACE_OF_LARGE)];
         assert_eq!(judge(&mut pace(), &enough), [true, true]);

@@ -19,6 +19,7 @@ use serde::Serialize;
 
 use self::curves::Curves;
 use self::episodes::Example;
+use crate::address::shown_in;
 use crate::config::RunConfig;
 use crate::run::{Change, Measured, Summary, write_atomically};
 
@@ -67,7 +68,8 @@ pub fn render_report(run: &Path) -> Result<String, ReportError> {
         curves: metrics.curves(),
         episodes: episodes::read_examples(run, model.as_deref())?,
         model,
-        run_toml,
+        // Who reads the report need not know the passwords of addresses.
+        run_toml: shown_in(&run_toml),
         version: env!("CARGO_PKG_VERSION"),
     };
     page.render().map_err(ReportError::Template)
@@ -291,7 +293,7 @@ mod tests {
     #[test]
     fn each_environment_has_a_card() {
         let run = run_with("code/601");
-        let run_toml = "model.path = 'm'\n[environments]\n\
+        let run_toml = "model.path = 'm'\nlog.http = 'http://me:secret@x/rows'\n[environments]\n\
                         code = {path = 'a.jsonl', weight = 3}\nmaths = {path = 'b.jsonl'}\n";
         fs::write(run.path().join("run.toml"), run_toml).unwrap();
         let change = |before: f64, after: f64| {
@@ -325,6 +327,8 @@ mod tests {
             "+50.0 points (+50.0 to +50.0, 95 % interval over tasks): a significant rise",
             "<h3>maths</h3>",
             "-50.0 points (-50.0 to -50.0, 95 % interval over tasks): a significant fall",
+            // The rest of the address is hidden.
+            "http:&#x2f;&#x2f;…@x&#x2f;rows",
         ] {
             assert!(page.contains(part), "`{part}` is not in\n{page}");
         }

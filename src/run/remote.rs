@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::RunError;
+use crate::address::shown;
 use crate::chat::{Message, ToolSpec};
 use crate::config::{self, RunConfig};
 use crate::env::Environment;
@@ -33,7 +34,7 @@ impl RemoteSetting {
         let remote = Remote::connect(client_config(env))?;
         if remote.needs_tools() && !use_tools {
             return Err(RunError::NoTools {
-                url: env.url.clone(),
+                url: shown(&env.url),
             });
         }
         let rollout = &config.rollout;

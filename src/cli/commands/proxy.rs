@@ -10,6 +10,7 @@ use clap::Args;
 
 use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime, secret};
 use super::setup;
+use crate::address::shown;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration, require_http, require_tls_for};
 use crate::cli::failure::{Failure, Outcome};
@@ -198,7 +199,7 @@ fn backend(args: &ProxyArgs) -> Result<(Backend, Option<JoinHandle<()>>, String)
     if let Some(url) = &args.upstream {
         let config = args.of_upstream.config(url, args.engine.max_requests())?;
         let backend = Backend::Upstream(Upstream::new(config).map_err(Failure::usage)?);
-        return Ok((backend, None, format!("{url} answers")));
+        return Ok((backend, None, format!("{} answers", shown(url))));
     }
     let loaded = setup::load_model(&args.model)?;
     let Served {

@@ -22,6 +22,7 @@ use serde_json::{Map, Value};
 
 use self::conversation::{Ended, TurnSampling, backoff, play};
 use self::refusal::{is_overflow, remedy};
+use crate::address::shown;
 use crate::proxy::{Completion, ProxyError, Upstream, UpstreamConfig};
 use crate::rollout::{CollectionSeed, Episode, GroupRequest, derive_seed, side_by_side};
 
@@ -62,7 +63,7 @@ pub struct EndpointConfig {
 ///
 /// Fails where the endpoint cannot be asked, or has none or several.
 pub fn only_model(upstream: UpstreamConfig) -> Result<String, EndpointError> {
-    let url = upstream.url.clone();
+    let url = shown(&upstream.url);
     let list = Upstream::new(upstream)?
         .list_models()
         .map_err(|source| EndpointError::Refused {
@@ -267,7 +268,7 @@ impl Keeper<'_> {
             Ended::Failed(record, error) => {
                 self.has_answered |= record.usage.requests > 0;
                 self.failures += 1;
-                let url = || self.config.upstream.url.clone();
+                let url = || shown(&self.config.upstream.url);
                 if let Some(remedy) = remedy(&error, self.has_answered) {
                     self.keep_cost(record)?;
                     return Err(EndpointError::Refused {

@@ -39,11 +39,14 @@ impl Actions {
             .iter()
             .all(|field| properties.contains_key(*field))
         {
-            return match config.actions {
-                ActionStyle::Text => {
+            return match (config.actions, &config.action_field) {
+                (ActionStyle::Text, _) => {
                     Err("it is acted on by tools alone; leave `env.actions` out".to_owned())
                 }
-                ActionStyle::Auto | ActionStyle::Tools => Ok(None),
+                (ActionStyle::Auto | ActionStyle::Tools, Some(_)) => {
+                    Err("it is acted on by tools alone; leave `env.action_field` out".to_owned())
+                }
+                (ActionStyle::Auto | ActionStyle::Tools, None) => Ok(None),
             };
         }
         let text = || {
@@ -322,7 +325,12 @@ mod tests {
         for (action, config, expected) in [
             (two.clone(), named("c"), "they have `a`, `b`"),
             (two, style(ActionStyle::Text), "env.action_field"),
-            (tools, style(ActionStyle::Text), "by tools alone"),
+            (
+                tools.clone(),
+                style(ActionStyle::Text),
+                "leave `env.actions` out",
+            ),
+            (tools, named("tool_name"), "leave `env.action_field` out"),
             (
                 Value::Null,
                 RemoteConfig::new("http://x"),

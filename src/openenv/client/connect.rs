@@ -20,6 +20,8 @@ use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 
 use super::frames::{read_json, shortened};
 use super::{ClientError, Fault, RemoteConfig};
+use crate::address::shown;
+use crate::causes::with_causes;
 use crate::http::asked_pause;
 use crate::http::tls::ClientTls;
 
@@ -43,7 +45,7 @@ pub(super) type Socket = WebSocketStream<Box<dyn Stream>>;
 /// Where a server is, and how it is spoken to.
 #[derive(Debug)]
 pub(super) struct Endpoint {
-    /// As it was given.
+    /// As it was given, for messages.
     url: String,
     /// Where connections are secured.
     tls: Option<ClientTls>,
@@ -61,7 +63,7 @@ pub(super) struct Endpoint {
 impl Endpoint {
     pub(super) fn new(config: &RemoteConfig) -> Result<Self, ClientError> {
         let wrong = |reason| ClientError::Url {
-            url: config.url.clone(),
+            url: shown(&config.url),
             reason,
         };
         let uri: Uri = (config.url.parse()).map_err(|_| wrong("which is no URL"))?;
@@ -90,7 +92,7 @@ impl Endpoint {
         let host = authority.host().trim_matches(['[', ']']).to_owned();
         let path = uri.path().trim_end_matches('/');
         let endpoint = Self {
-            url: config.url.clone(),
+            url: shown(&config.url),
             tls: tls.transpose()?,
             host,
             port: authority
@@ -256,8 +258,23 @@ impl Endpoint {
             let body = body.unwrap_or_else(|_| Bytes::new());
             return Err(refused(status, 200, &head.headers, &body));
         }
-        read_json(&body.map_err(|_| Fault::TooLarge { limit })?)
+        read_json(&body.map_err(|error| unread(&error, limit))?)
     }
+}
+
+/// Returns why a body of at most `limit` bytes was not read to its end.
+fn unread(error: &axum::Error, limit: usize) -> Fault {
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        // The limit is no error of the connection's.
+        if error.is::<hyper::Error>() {
+            return Fault::Broken {
+                reason: with_causes(error),
+            };
+        }
+        cause = error.source();
+    }
+    Fault::TooLarge { limit }
 }
 
 /// Returns the fault of an answer with another status than was expected.

@@ -10,7 +10,7 @@ use tokio::sync::oneshot::error::TryRecvError;
 
 use super::actions::Actions;
 use super::connect::patiently;
-use super::frames::{self, Reply};
+use super::frames::{self, MAX_REWARD, Reply};
 use super::observe::{self, NOTHING, ToolOutcome};
 use super::session::Session;
 use super::slots::Lease;
@@ -132,12 +132,23 @@ impl RemoteEnvironment {
     }
 
     /// Takes the reward of a reply.
-    fn reward(&mut self, reward: Option<f64>) {
-        let Some(reward) = reward else { return };
-        self.reward = Some(match self.shared.link.config.reward {
-            RewardRule::Last => reward,
-            RewardRule::Sum => self.reward.unwrap_or(0.0) + reward,
-        });
+    fn reward(&mut self, reward: Option<f64>) -> Result<(), EnvError> {
+        let Some(last) = reward else { return Ok(()) };
+        let reward = match self.shared.link.config.reward {
+            RewardRule::Last => last,
+            RewardRule::Sum => self.reward.unwrap_or(0.0) + last,
+        };
+        if reward.abs() > MAX_REWARD {
+            let fault = Fault::RewardSum { last, sum: reward };
+            return Err(self.shared.failed(self.slot(), "step", fault));
+        }
+        self.reward = Some(reward);
+        Ok(())
+    }
+
+    /// Returns the number of the episode's slot.
+    fn slot(&self) -> usize {
+        self.lease.as_ref().map_or(0, |lease| lease.slot)
     }
 
     /// Calls a tool, or tells the policy why that is no call.
@@ -162,8 +173,9 @@ impl RemoteEnvironment {
         };
         let ToolOutcome { text, is_failure } = match &self.shared.actions {
             Actions::Tools(_) => {
-                let slot = self.lease.as_ref().map_or(0, |lease| lease.slot);
-                observe::tool_outcome(&reply.observation)
+                let slot = self.slot();
+                let field = self.shared.link.config.observation.as_deref();
+                observe::tool_outcome(&reply.observation, field)
                     .map_err(|fault| self.shared.failed(slot, "step", fault))?
             }
             Actions::Step(_) | Actions::Text { .. } => ToolOutcome {
@@ -172,17 +184,18 @@ impl RemoteEnvironment {
             },
         };
         self.stats.tool_failures += u32::from(is_failure);
-        Ok(match self.take(&reply) {
+        Ok(match self.take(&reply)? {
             true => Step::Over,
             false => Step::Told(Message::tool_result(call, self.shown(&text))),
         })
     }
 
     /// Takes what a reply says of the episode; returns whether it is over.
-    fn take(&mut self, reply: &Reply) -> bool {
-        self.reward(reply.reward);
+    fn take(&mut self, reply: &Reply) -> Result<bool, EnvError> {
+        self.reward(reply.reward)?;
         // An interpreter that met a limit has no state to go on with, and says so.
-        reply.done || reply.metadata.get("state_lost") == Some(&Value::Bool(true))
+        let is_lost = reply.metadata.get("state_lost") == Some(&Value::Bool(true));
+        Ok(reply.done || is_lost)
     }
 
     fn text_of(&self, observation: &Map<String, Value>) -> String {
@@ -269,7 +282,7 @@ impl RemoteEnvironment {
             };
             match self.act_or_refusal(&action)? {
                 Ok(reply) => {
-                    if self.take(&reply) {
+                    if self.take(&reply)? {
                         return Ok(self.end(true));
                     }
                     let text = self.text_of(&reply.observation);

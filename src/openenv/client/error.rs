@@ -134,8 +134,8 @@ pub enum Fault {
     },
     /// All sessions of the server are taken.
     #[error(
-        "it has no room for another session: {message}; raise its `max_concurrent_envs`, or lower \
-         `rollout.groups_per_step`"
+        "it has no room for another session: {message}; raise its `max_concurrent_envs`, or let fewer \
+         episodes run at a time (`rollout.groups_per_step`; `--concurrency` with `--endpoint`)"
     )]
     NoRoom {
         /// What it said.
@@ -188,6 +188,23 @@ pub enum Fault {
         expected: &'static str,
         /// What was found.
         found: String,
+    },
+    /// A reward is none that can be learned from.
+    #[error("it gave a `reward` of {found}, which is no number from -3.4e38 to 3.4e38")]
+    Reward {
+        /// What the server gave.
+        found: String,
+    },
+    /// Rewards are too large together.
+    #[error(
+        "with a `reward` of {last:?} its rewards add up to {sum:?}, which is no number from -3.4e38 to 3.4e38 \
+         (`env.reward = \"sum\"`)"
+    )]
+    RewardSum {
+        /// The last of them.
+        last: f64,
+        /// What they add up to.
+        sum: f64,
     },
     /// The server answered with an error.
     #[error("it says {code}: {message}")]

@@ -8,6 +8,10 @@ use crate::http::check_values;
 /// Characters of what a server said that are passed on.
 const MAX_WORDS: usize = 500;
 
+/// The largest reward, either way: `f32`'s largest number, in which losses are. Its square and sums of many
+/// are numbers, too.
+pub(super) const MAX_REWARD: f64 = f32::MAX as f64;
+
 /// What came of a reset or a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Reply {
@@ -48,7 +52,12 @@ pub(super) fn read_json(text: &[u8]) -> Result<Value, Fault> {
 
 /// Reads the answer to a reset or a step.
 pub(super) fn read(text: &str) -> Result<Reply, Fault> {
-    let frame = read_json(text.as_bytes())?;
+    let frame = read_json(text.as_bytes()).map_err(|fault| match infinite_reward(text) {
+        Some(found) => Fault::Reward {
+            found: found.to_owned(),
+        },
+        None => fault,
+    })?;
     let kind = frame.get("type").and_then(Value::as_str);
     let data = frame.get("data");
     match (kind, data) {
@@ -75,8 +84,12 @@ fn observation(data: &Map<String, Value>) -> Result<Reply, Fault> {
     let reward = match data.get("reward") {
         None | Some(Value::Null) => None,
         Some(Value::Bool(reward)) => Some(f64::from(u8::from(*reward))),
-        Some(reward) => match reward.as_f64().filter(|reward| reward.is_finite()) {
-            Some(reward) => Some(reward),
+        Some(reward) => match reward.as_f64() {
+            Some(number) if number.abs() <= MAX_REWARD => Some(number),
+            Some(_) => {
+                let found = reward.to_string();
+                return Err(Fault::Reward { found });
+            }
             None => return Err(unexpected("a `reward` that is a number", reward)),
         },
     };
@@ -95,6 +108,19 @@ fn observation(data: &Map<String, Value>) -> Result<Reply, Fault> {
         },
         reward,
         done,
+    })
+}
+
+/// Returns the reward of a text that is no JSON for its sake: Python writes `NaN` and `Infinity`, and other
+/// numbers are larger than any.
+fn infinite_reward(text: &str) -> Option<&str> {
+    text.split("\"reward\"").skip(1).find_map(|behind| {
+        let behind = behind.trim_start().strip_prefix(':')?.trim_start();
+        let end = behind.find([',', '}', ']'])?;
+        let found = behind[..end].trim_end();
+        // Rust reads the same words, in any case.
+        let is_infinite = found.parse().is_ok_and(|number: f64| !number.is_finite());
+        is_infinite.then_some(found)
     })
 }
 
@@ -162,6 +188,26 @@ mod tests {
             (
                 r#"{"type":"observation","data":{"reward":"1"}}"#,
                 "a number, found \"1\"",
+            ),
+            (
+                r#"{"type":"observation","data":{"observation":{"said":"\"reward\": NaN"},"reward": NaN,"done":true}}"#,
+                "a `reward` of NaN",
+            ),
+            (
+                r#"{"type":"observation","data":{"reward":-Infinity}}"#,
+                "a `reward` of -Infinity",
+            ),
+            (
+                r#"{"type":"observation","data":{"reward":1e999}}"#,
+                "a `reward` of 1e999",
+            ),
+            (
+                r#"{"type":"observation","data":{"reward":-1e39}}"#,
+                "a `reward` of -1e+39",
+            ),
+            (
+                r#"{"type":"observation","data":{"reward":1.0,"done":NaN}}"#,
+                "no JSON",
             ),
             (
                 r#"{"type":"observation","data":{"observation":3}}"#,

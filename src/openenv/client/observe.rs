@@ -58,12 +58,15 @@ fn program_output(
     }
 }
 
-/// Returns what a tool's observation says.
+/// Returns what a tool's observation says: in `field`, if one is named that is there, else as its result.
 ///
 /// # Errors
 ///
 /// Fails where the server could not reach the tool: that says nothing about the call.
-pub(super) fn tool_outcome(observation: &Map<String, Value>) -> Result<ToolOutcome, Fault> {
+pub(super) fn tool_outcome(
+    observation: &Map<String, Value>,
+    field: Option<&str>,
+) -> Result<ToolOutcome, Fault> {
     if let Some(error) = observation.get("error").filter(|error| !error.is_null()) {
         let field = |name: &str| error.get(name).and_then(Value::as_str);
         let message = field("message").map_or_else(|| plain(error), str::to_owned);
@@ -82,12 +85,16 @@ pub(super) fn tool_outcome(observation: &Map<String, Value>) -> Result<ToolOutco
     let texts: Vec<&str> = blocks
         .filter_map(|block| block.get("text").and_then(Value::as_str))
         .collect();
-    let text = match (texts.is_empty(), result.get("data")) {
-        (false, _) => texts.join("\n"),
-        (true, Some(data)) => plain(data),
-        (true, None) => plain(result),
-    };
     let is_failure = result.get("is_error") == Some(&Value::Bool(true));
+    // What failed says so in the result.
+    let named = field.filter(|_| !is_failure);
+    let named = named.and_then(|field| observation.get(field));
+    let text = match (named, texts.is_empty(), result.get("data")) {
+        (Some(named), ..) => plain(named),
+        (None, false, _) => texts.join("\n"),
+        (None, true, Some(data)) => plain(data),
+        (None, true, None) => plain(result),
+    };
     Ok(ToolOutcome { text, is_failure })
 }
 
@@ -149,7 +156,7 @@ mod tests {
 
     #[test]
     fn tools_results_and_errors_are_told_apart_from_faults() {
-        let outcome = |observation: Value| tool_outcome(observation.as_object().unwrap());
+        let outcome = |observation: Value| tool_outcome(observation.as_object().unwrap(), None);
         // As recorded of OpenEnv 0.10.
         let result = json!({"tool_name": "add", "error": null, "result": {
             "content": [{"type": "text", "text": "5"}], "structured_content": {"result": 5},
@@ -167,6 +174,18 @@ mod tests {
         );
         let fault = outcome(failed("transport_error")).unwrap_err().to_string();
         assert!(fault.contains("`boom` failed by no fault"), "{fault}");
+        // A field that is named is shown where it is there, and a failure is told all the same.
+        let named = |observation: Value| {
+            tool_outcome(observation.as_object().unwrap(), Some("board")).unwrap()
+        };
+        let moved = json!({"result": {"data": "moved"}, "board": [[1]]});
+        assert_eq!(named(moved), text("[[1]]", false));
+        assert_eq!(
+            named(json!({"result": {"data": "moved"}})),
+            text("moved", false)
+        );
+        let refused = json!({"result": {"data": "no", "is_error": true}, "board": [[1]]});
+        assert_eq!(named(refused), text("no", true));
         assert_eq!(
             outcome(json!({"result": {"data": [1]}})).unwrap(),
             text("[1]", false)

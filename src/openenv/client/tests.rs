@@ -1,5 +1,6 @@
 //! The client against a server that misbehaves as it is told to.
 
+use std::io::{Read as _, Write as _};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -409,6 +410,17 @@ fn rewards_are_the_last_and_limits_end_with_what_there_is() {
     let result = play(&["lost"]);
     assert_eq!((result.done, result.reward), (true, Some(0.25)));
     assert_eq!(result.status, Some(EpisodeStatus::Failed));
+    // Sums that are no numbers any more are the server's fault, and nothing to learn from.
+    let config = RemoteConfig {
+        reward: RewardRule::Sum,
+        ..server.config()
+    };
+    let mut adding = episode(&Remote::connect(config).unwrap());
+    adding.reset().unwrap();
+    say(&mut adding, "3e38").unwrap();
+    let reason = say(&mut adding, "2e38").unwrap_err();
+    assert!(reason.contains(&server.url), "{reason}");
+    assert!(reason.contains("rewards add up to 5"), "{reason}");
     // A turn that is cut off is no action.
     let mut cut = episode(&remote);
     cut.reset().unwrap();
@@ -640,6 +652,32 @@ fn what_may_have_reached_it_is_not_tried_again() {
     }
 }
 
+/// What broke off is not too large, and what is too large is not broken off.
+#[test]
+fn bodies_that_are_too_large_and_broken_off_are_told_apart() {
+    for (length, limit, expected) in [
+        (100, 1000, "the connection broke"),
+        (30, 10, "its answer is larger than 10 bytes"),
+    ] {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.read(&mut [0; 4096]).unwrap();
+            let body = " ".repeat(30);
+            let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{body}");
+            stream.write_all(answer.as_bytes()).unwrap();
+        });
+        let config = RemoteConfig {
+            max_message_bytes: limit,
+            ..RemoteConfig::new(url)
+        };
+        let reason = with_causes(&Remote::connect(config).unwrap_err());
+        assert!(reason.contains(expected), "{reason}");
+        server.join().unwrap();
+    }
+}
+
 #[test]
 fn a_server_that_stays_full_or_away_is_given_up_in_time() {
     let full = Fake::of_text(|_, _| Act::Say(error("CAPACITY_REACHED")));
@@ -819,10 +857,12 @@ fn addresses_and_headers_are_checked_before_anything_is_sent() {
         ("127.0.0.1:8000", "does not begin with"),
         ("ftp://x", "does not begin with"),
         ("http://me:secret@x", "with a user in it"),
+        ("me:secret@x:8000", "does not begin with"),
         ("http://x/?a=b", "with a query"),
     ] {
         let reason = refused(RemoteConfig::new(url));
         assert!(reason.contains(expected), "{url}: {reason}");
+        assert!(!reason.contains("secret"), "{reason}");
     }
     for (name, value, expected) in [
         ("a b", "x", "no name of a header"),

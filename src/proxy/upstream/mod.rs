@@ -25,6 +25,7 @@ use super::ProxyError;
 use super::backend::{Ended, Outcome, Told, tell};
 use super::dialect::Answer;
 use super::record::Ending;
+use crate::address::shown;
 use crate::engine::BusyError;
 use crate::http::asked_pause;
 use crate::http::tls::{Credentials, Reloading, TlsError, TlsFiles};
@@ -103,7 +104,7 @@ impl fmt::Debug for UpstreamConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The key stays out of every log.
         f.debug_struct("UpstreamConfig")
-            .field("url", &self.url)
+            .field("url", &shown(&self.url))
             .field("model", &self.model)
             .finish_non_exhaustive()
     }

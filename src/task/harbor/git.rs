@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::HarborError;
+use crate::address::{shown, shown_in};
 use crate::process;
 
 /// How long one call may take; the largest public task repository takes about a minute.
@@ -79,7 +80,7 @@ impl<'a> Checkout<'a> {
         if is_commit(revision) && checkout.commit != revision {
             return Err(HarborError::Git {
                 command: "fetch".to_owned(),
-                url: url.to_owned(),
+                url: shown(url),
                 ended: format!("brought commit {}", checkout.commit),
                 said: format!("asked for {revision}"),
             });
@@ -111,9 +112,9 @@ impl<'a> Checkout<'a> {
         let name = arguments.iter().find(|word| !word.starts_with('-'));
         let failed = |ended: String, said: &str| HarborError::Git {
             command: name.copied().unwrap_or_default().to_owned(),
-            url: self.url.to_owned(),
+            url: shown(self.url),
             ended,
-            said: said.trim().replace(char::is_control, " "),
+            said: shown_in(said.trim()).replace(char::is_control, " "),
         };
         let mut command = Command::new("git");
         for setting in SETTINGS {
