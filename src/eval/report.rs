@@ -55,6 +55,13 @@ impl TaskScore {
         scores.into_values().collect()
     }
 
+    /// Adds further samples of the same task.
+    pub fn add(&mut self, other: &Self) {
+        self.n += other.n;
+        self.c += other.c;
+        self.unscorable += other.unscorable;
+    }
+
     fn pass_at(&self, k: u32) -> Option<f64> {
         pass_at_k(self.n, self.c, k)
     }

@@ -46,6 +46,8 @@ pub struct GroupRequest {
     pub task_id: String,
     /// How often the task was met before in what is collected: it samples other tokens each time.
     pub visit: u64,
+    /// The number of its first sample: each samples other tokens.
+    pub first_sample: u32,
     /// Tokens of a turn at the most; as the collector samples unless given.
     pub max_new_tokens: Option<usize>,
     /// One environment a sample.
@@ -58,6 +60,28 @@ impl GroupRequest {
         for environment in &mut self.environments {
             environment.prepare();
         }
+    }
+
+    /// Returns the same samples in several requests, of at most `most` each, which is at least 1.
+    #[must_use]
+    pub fn split(self, most: usize) -> Vec<Self> {
+        let most = most.max(1);
+        let mut parts = Vec::with_capacity(self.environments.len().div_ceil(most));
+        let mut environments = self.environments.into_iter().peekable();
+        let mut first_sample = self.first_sample;
+        while environments.peek().is_some() {
+            let part: Vec<_> = environments.by_ref().take(most).collect();
+            let count = u32::try_from(part.len()).unwrap_or(u32::MAX);
+            parts.push(Self {
+                task_id: self.task_id.clone(),
+                visit: self.visit,
+                first_sample,
+                max_new_tokens: self.max_new_tokens,
+                environments: part,
+            });
+            first_sample = first_sample.saturating_add(count);
+        }
+        parts
     }
 }
 
@@ -548,7 +572,7 @@ impl<'a> Collector<'a> {
             }
         }
         let policy_step = self.policy_step.unwrap_or(seed.step);
-        let episodes: Vec<Episode> = (0_u32..)
+        let episodes: Vec<Episode> = (request.first_sample..)
             .zip(request.environments)
             .map(|(sample, environment)| {
                 Episode::start(

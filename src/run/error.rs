@@ -81,6 +81,9 @@ pub enum RunError {
         /// Why.
         source: Box<Self>,
     },
+    /// Programs are to run, and no sandbox is given for them.
+    #[error("the run has environments whose programs run here, and no sandbox is given for them")]
+    NoPrograms,
     /// An environment elsewhere is acted on by tools, and the policy is told of none.
     #[error(
         "the environment at `{url}` is acted on by tools, of which the policy is not told: use a model whose \
@@ -434,6 +437,7 @@ impl RunError {
             Self::NothingScored { .. }
             | Self::WeightsDiffer { .. }
             | Self::Anomaly { .. }
+            | Self::NoPrograms
             | Self::Stopped { .. }
             | Self::Toml(_) => false,
         }

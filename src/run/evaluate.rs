@@ -11,7 +11,7 @@ use crate::collective::Collective;
 use crate::config::RunConfig;
 use crate::engine::Engine;
 use crate::eval::{EvalReport, TaskScore};
-use crate::rollout::{CollectionSeed, Collector, CollectorConfig, RolloutGroup};
+use crate::rollout::{CollectionSeed, Collector, CollectorConfig, GroupRequest, RolloutGroup};
 use crate::task::{Task, TaskSet};
 
 /// Episodes in the engine at one time while measuring.
@@ -34,7 +34,10 @@ pub fn evaluate(
     observer: &mut Observer<'_>,
 ) -> Result<EvalReport, RunError> {
     let tasks = &tasks.tasks()[ranks.share(tasks.len())];
-    let own = measure_share(config, policy, workbench, engine, tasks, stop, observer);
+    let at_once = workbench.episodes_at_once(EPISODES_AT_ONCE, ranks.world_size());
+    let own = measure_share(
+        config, policy, workbench, engine, tasks, at_once, stop, observer,
+    );
     let mut scores = Vec::new();
     let mut reason = None;
     for (share, failure) in gather(ranks, "gathering measurements", own)? {
@@ -61,13 +64,14 @@ pub fn by_environment(config: &RunConfig, report: &EvalReport) -> Vec<(String, E
     config.environments.keys().map(of).collect()
 }
 
-/// Returns the scores of some tasks, and why the last episode that could not be scored could not.
+/// Returns the scores of some tasks, of which at most `at_once` episodes run at a time, and why the last episode that could not be scored could not.
 fn measure_share(
     config: &RunConfig,
     policy: &Policy,
     workbench: &Workbench,
     engine: &mut Engine,
     tasks: &[Task],
+    at_once: usize,
     stop: &AtomicBool,
     observer: &mut Observer<'_>,
 ) -> Result<(Vec<TaskScore>, Option<String>), RunError> {
@@ -84,15 +88,13 @@ fn measure_share(
         step: 0,
         draw: 0,
     };
-    let mut scores = Vec::with_capacity(tasks.len());
+    let mut scores: Vec<TaskScore> = Vec::with_capacity(tasks.len());
     let mut reason = None;
     let mut done = 0;
-    let at_once = workbench.episodes_at_once(EPISODES_AT_ONCE);
-    for chunk in tasks.chunks((at_once / samples).max(1)) {
-        let requests = chunk
-            .iter()
-            .map(|task| workbench.group(task, samples, seed, 0))
-            .collect();
+    for requests in at_a_time(workbench, tasks, samples, seed, at_once) {
+        let count: usize = (requests.iter())
+            .map(|request| request.environments.len())
+            .sum();
         let mut progress = |finished| {
             observer(RunEvent::Evaluating {
                 done: done + finished,
@@ -119,10 +121,35 @@ fn measure_share(
                 play.collect(requests, seed, &mut progress)?
             }
         };
-        done += chunk.len() * samples;
+        done += count;
         reason = why_unscored(&groups).or(reason);
         let episodes = groups.iter().flat_map(RolloutGroup::episodes);
-        scores.extend(TaskScore::count(episodes));
+        for score in TaskScore::count(episodes) {
+            match scores.last_mut() {
+                // More samples of the task that had too many for one time.
+                Some(last) if last.task_id == score.task_id => last.add(&score),
+                _ => scores.push(score),
+            }
+        }
     }
     Ok((scores, reason))
+}
+
+/// Returns the episodes of some tasks as they are played: so many at a time as may be, whole tasks where
+/// they fit.
+fn at_a_time<'a>(
+    workbench: &'a Workbench,
+    tasks: &'a [Task],
+    samples: usize,
+    seed: CollectionSeed<'a>,
+    at_once: usize,
+) -> impl Iterator<Item = Vec<GroupRequest>> + 'a {
+    let group = move |task| workbench.group(task, samples, seed, 0);
+    let chunks = tasks.chunks((at_once / samples).max(1));
+    chunks.flat_map(move |chunk| match chunk {
+        [task] => (group(task).split(at_once).into_iter())
+            .map(|part| vec![part])
+            .collect(),
+        tasks => vec![tasks.iter().map(group).collect::<Vec<_>>()],
+    })
 }

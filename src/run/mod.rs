@@ -41,7 +41,7 @@ pub use self::sft::{SftOptions, SftOutcome, demonstration_traces, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};
 pub use self::summary::{Change, Difference, Measured, Summary};
 pub use self::train::{TrainOptions, new_engine, train};
-pub use self::workbench::{Workbench, evaluation_tasks};
+pub use self::workbench::{Programs, Workbench, evaluation_tasks};
 
 use std::time::Duration;
 

@@ -24,11 +24,20 @@ const CODE_BLOCK_PROMPT: &str = "You are a Python programmer. Answer with one Py
     ```python … ```, that defines what is asked for. If you are shown an error, answer with the \
     corrected code block.";
 
-/// The tasks, the sandbox and the grader of a run.
+/// Where the programs of tasks run, and what grades them.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// Where they run.
+    pub sandbox: Arc<dyn Sandbox>,
+    /// What grades them.
+    pub grader: Arc<dyn Grader>,
+}
+
+/// The sandbox and the grader of a run, or the environments elsewhere that need neither.
 #[derive(Debug, Clone)]
 pub struct Workbench {
-    sandbox: Arc<dyn Sandbox>,
-    grader: Arc<dyn Grader>,
+    /// None where all environments are elsewhere.
+    programs: Option<Programs>,
     setting: Setting,
     /// Those of environments, by name.
     environments: BTreeMap<String, Setting>,
@@ -87,40 +96,43 @@ impl Setting {
 }
 
 impl Workbench {
-    /// Puts together what `config` asks for.
+    /// Puts together what `config` asks for; `programs` may be left out where it
+    /// [runs none](RunConfig::runs_programs).
     ///
     /// # Errors
     ///
-    /// Fails where reasoning is limited and the model has no token that ends it, or where an environment
-    /// elsewhere cannot be used.
+    /// Fails where reasoning is limited and the model has no token that ends it, where an environment
+    /// elsewhere cannot be used, or where programs have no place to run.
     pub fn new(
         config: &RunConfig,
         policy: &Policy,
-        sandbox: Arc<dyn Sandbox>,
-        grader: Arc<dyn Grader>,
+        programs: Option<Programs>,
     ) -> Result<Self, RunError> {
         let thinking = config
             .rollout
             .max_thinking_tokens
             .map(|tokens| ThinkingBudget::new(&policy.tokenizer, tokens))
             .transpose()?;
-        let mut workbench = Self::for_endpoint(config, policy.knows_tools(), sandbox, grader)?;
+        let mut workbench = Self::for_endpoint(config, policy.knows_tools(), programs)?;
         workbench.stop_token_ids.clone_from(&policy.stop_token_ids);
         workbench.thinking = thinking;
         Ok(workbench)
     }
 
-    /// Puts together what `config` asks for, for a model elsewhere, which is given tools or not.
+    /// Puts together what `config` asks for, for a model elsewhere, which is given tools or not; `programs`
+    /// as for [`Workbench::new`].
     ///
     /// # Errors
     ///
-    /// Fails where an environment elsewhere cannot be used.
+    /// Fails where an environment elsewhere cannot be used, or where programs have no place to run.
     pub fn for_endpoint(
         config: &RunConfig,
         use_tools: bool,
-        sandbox: Arc<dyn Sandbox>,
-        grader: Arc<dyn Grader>,
+        programs: Option<Programs>,
     ) -> Result<Self, RunError> {
+        if programs.is_none() && config.runs_programs() {
+            return Err(RunError::NoPrograms);
+        }
         let setting = |(name, environment): (&String, &EnvironmentConfig)| {
             let alone = environment.alone(config);
             let setting = Setting::new(&alone, use_tools, environment.tools);
@@ -132,8 +144,7 @@ impl Workbench {
         };
         let environments = config.environments.iter().map(setting);
         Ok(Self {
-            sandbox,
-            grader,
+            programs,
             setting: Setting::new(config, use_tools, true)?,
             environments: environments.collect::<Result<_, RunError>>()?,
             render: RenderOptions {
@@ -151,13 +162,14 @@ impl Workbench {
         })
     }
 
-    /// Returns how many episodes a measurement may have at one time: each of an environment elsewhere
-    /// has a session there, for which a server that has room for a step's needs no more.
+    /// Returns how many of `most` episodes a measurement may have at one time in each of so many processes:
+    /// each of an environment elsewhere has a session there, for which a server that has room for a step's
+    /// needs no more.
     #[must_use]
-    pub fn episodes_at_once(&self, most: usize) -> usize {
+    pub fn episodes_at_once(&self, most: usize, processes: usize) -> usize {
         let mut settings = self.environments.values().chain([&self.setting]);
         match settings.any(|setting| setting.remote.is_some()) {
-            true => most.min(self.max_episodes),
+            true => most.min((self.max_episodes / processes.max(1)).max(1)),
             false => most,
         }
     }
@@ -220,6 +232,7 @@ impl Workbench {
             return GroupRequest {
                 task_id: task.id.clone(),
                 visit,
+                first_sample: 0,
                 max_new_tokens: Some(setting.max_new_tokens),
                 environments: remote.episodes(&task, samples, seed, visit),
             };
@@ -228,14 +241,16 @@ impl Workbench {
             SubmissionKind::Code => &setting.code,
             SubmissionKind::Text => &setting.text,
         };
+        let programs = self.programs.as_ref();
+        let programs = programs.expect("a run with an environment here was given them");
         let base = seed.of_task("tools", &task.id);
         let environments = (0..samples as u64)
             .map(|sample| {
                 let seed = base.wrapping_add(sample);
                 let environment = ToolEnvironment::new(
                     Arc::clone(&task),
-                    Arc::clone(&self.sandbox),
-                    Arc::clone(&self.grader),
+                    Arc::clone(&programs.sandbox),
+                    Arc::clone(&programs.grader),
                     Arc::clone(config),
                     seed,
                 );
@@ -245,6 +260,7 @@ impl Workbench {
         GroupRequest {
             task_id: task.id.clone(),
             visit,
+            first_sample: 0,
             max_new_tokens: Some(setting.max_new_tokens),
             environments,
         }

@@ -249,6 +249,7 @@ fn group_of(environments: Vec<Box<dyn Environment>>) -> GroupRequest {
     GroupRequest {
         task_id: "1".to_owned(),
         visit: 0,
+        first_sample: 0,
         max_new_tokens: None,
         environments,
     }

@@ -257,6 +257,54 @@ fn text_is_an_action_and_a_server_is_one_of_several_environments() {
     assert!(episodes(&run, 1).iter().any(answered), "no step was taken");
 }
 
+/// A measurement, of a model here or elsewhere, opens no more sessions than a step does, however many samples
+/// or episodes at a time are asked for, and no Python is prepared for it.
+#[test]
+fn a_measurement_has_no_more_sessions_than_a_step() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let server = Server::start(&["--env", "python", "--max-sessions", "16"]);
+    let model = Server::start(&[]);
+    let prompt = |number: u32| json!({"prompt": format!("Print {number} with Python.")});
+    let prompts: Vec<_> = (0..10).map(prompt).collect();
+    let prompts = write_rows(path("prompts.jsonl"), &prompts);
+    let env = format!(
+        "[env]\nurl = '{}'\nretry_timeout = '200ms'\npass_reward = 0.0",
+        server.url
+    );
+    let file = path("run.toml");
+    let settings = settings(&format!("path = '{}'", text(&prompts)), &env);
+    let settings = settings.replace("max_new_tokens = 64", "max_new_tokens = 8");
+    fs_err::write(&file, settings.replace("limit = 4", "samples = 24")).expect("written");
+    let endpoint = format!("{}/v1", model.url);
+    let elsewhere = ["--endpoint", &endpoint, "--concurrency", "48"];
+    for arguments in [&[][..], &elsewhere] {
+        let common = ["eval", "--config", text(&file), "--format", "json"];
+        let mut command = wardian(&[&common, arguments].concat());
+        let cache = path("cache");
+        let output = command.env("WARDIAN_CACHE", &cache).output();
+        let output = output.expect("it starts");
+        assert!(output.status.success(), "{}", told(&output));
+        let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(
+            (&report["samples"], &report["unscorable"]),
+            (&json!(48), &json!(0))
+        );
+        assert_eq!(
+            report["pass_at_1"], 1.0,
+            "samples of a task are counted together"
+        );
+        let note = told(&output).contains("16 episodes at a time, as in training");
+        assert_eq!(note, !arguments.is_empty(), "{}", told(&output));
+        let kept = fs_err::read_dir(&cache).expect("the starter is unpacked there");
+        let kept: Vec<_> = kept
+            .map(|entry| entry.expect("an entry").file_name())
+            .collect();
+        let is_runtime = |name: &std::ffi::OsString| !name.to_string_lossy().starts_with("starter");
+        assert!(!kept.iter().any(is_runtime), "{kept:?}");
+    }
+}
+
 /// A server that dies ends the run, which says so, and what was learned until then is kept.
 #[test]
 fn a_server_that_dies_ends_the_run_with_its_reason() {

@@ -7,7 +7,6 @@ use clap::Args;
 use serde::Serialize;
 
 use super::eval_endpoint::{self, EndpointArgs, EndpointReport};
-use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -179,13 +178,13 @@ fn read_report(path: &Path) -> Result<(PathBuf, EvalReport), Failure> {
 fn measure(args: &ConfigArgs, printer: &Printer) -> Result<(RunConfig, EvalReport), Failure> {
     // Tasks that are named are measured on, whole; training tasks are not needed.
     let resolved = setup::resolve_for_eval(args)?;
-    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
+    let programs = setup::programs(&resolved.config, printer)?;
     let Loaded {
         config,
         policy,
         workbench,
         scratch: _scratch,
-    } = setup::load(resolved, sandboxes, false)?;
+    } = setup::load(resolved, programs, false)?;
     let tasks = evaluation_tasks(&config).map_err(Failure::from)?;
     let mut engine = new_engine(&config, &policy).map_err(Failure::from)?;
     let mut progress = Progress::new(printer, "measuring", tasks.len() * config.eval.samples);

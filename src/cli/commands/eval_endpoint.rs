@@ -10,9 +10,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::runtime::load_sandboxes;
 use super::serving::secret;
 use super::setup::{self, Resolved};
+use crate::address::shown;
 use crate::cli::args::{parse_duration, require_http, require_tls_for};
 use crate::cli::failure::Failure;
 use crate::cli::printer::Printer;
@@ -319,7 +319,7 @@ pub(super) fn measure(
         ..
     } = resolved;
     check_config(&config)?;
-    let endpoint = args.config(url, model, &config)?;
+    let mut endpoint = args.config(url, model, &config)?;
     // A file of results goes on with more of the same tasks, and with fewer.
     let all_tasks = evaluation_tasks(&RunConfig {
         eval: EvalConfig {
@@ -340,15 +340,18 @@ pub(super) fn measure(
         Some(path) => ResultsFile::open(path, &asked)?,
         None => ResultsFile::in_memory(),
     };
-    let sandboxes = load_sandboxes(&config.sandbox, printer)?;
-    let graders = setup::graders(&config, &sandboxes);
-    let workbench = Workbench::for_endpoint(
-        &config,
-        endpoint.use_tools,
-        sandboxes.tools,
-        Arc::new(graders),
-    )
-    .map_err(Failure::from)?;
+    let programs = setup::programs(&config, printer)?;
+    let workbench = Workbench::for_endpoint(&config, endpoint.use_tools, programs);
+    let workbench = workbench.map_err(Failure::from)?;
+    let at_once = workbench.episodes_at_once(endpoint.concurrency, 1);
+    if at_once < endpoint.concurrency {
+        printer.note(&format!(
+            "{} at a time, as in training (`rollout.group_size` times `rollout.groups_per_step`): each has a \
+             session of the environment's server",
+            counted(at_once, "episode")
+        ));
+        endpoint.concurrency = at_once;
+    }
     let seed = CollectionSeed {
         run: config.seed,
         purpose: "eval",
@@ -413,7 +416,7 @@ pub(super) fn measure(
         )));
     }
     let endpoint = EndpointReport {
-        url: url.to_owned(),
+        url: shown(url),
         model,
         usage,
         too_long,

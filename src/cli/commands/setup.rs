@@ -7,14 +7,16 @@ use std::sync::atomic::AtomicBool;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use super::runtime::Sandboxes;
+use super::runtime::{Sandboxes, load_sandboxes};
+use crate::address::shown;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, ModelArgs};
 use crate::cli::failure::Failure;
+use crate::cli::printer::Printer;
 use crate::config::{Preset, RunConfig, sets_name_environments};
 use crate::engine::model::{LoraAdapter, Trainable};
 use crate::grader::{GradeLimits, GraderRegistry};
-use crate::run::{Policy, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
+use crate::run::{Policy, Programs, RunError, STARTER, STARTER_RUN, Starter, Workbench, trainable};
 use crate::sandbox::{CacheFolder, Limits};
 
 /// A configuration, with the starter's names replaced by paths.
@@ -76,7 +78,7 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
     let names: Vec<&str> = config.environments.keys().map(String::as_str).collect();
     let tasks = match &config.env {
         _ if !names.is_empty() => names.join("+"),
-        Some(env) if config.task.path.is_empty() => env.url.replace(':', "-"),
+        Some(env) if config.task.path.is_empty() => shown(&env.url).replace(':', "-"),
         _ => config.task.path.clone(),
     };
     let name = [&config.model.path, &tasks].map(|path| {
@@ -226,16 +228,16 @@ pub(super) fn resolve_for_endpoint(args: &ConfigArgs) -> Result<Resolved, Failur
 /// Loads the policy, trainable or not, and puts the workbench together.
 pub(super) fn load(
     resolved: Resolved,
-    sandboxes: Sandboxes,
+    programs: Option<Programs>,
     is_trained: bool,
 ) -> Result<Loaded, Failure> {
-    load_on(resolved, sandboxes, is_trained, 0)
+    load_on(resolved, programs, is_trained, 0)
 }
 
 /// Does what [`load`] does, on GPU number `gpu` where that is on a GPU.
 pub(super) fn load_on(
     resolved: Resolved,
-    sandboxes: Sandboxes,
+    programs: Option<Programs>,
     is_trained: bool,
     gpu: usize,
 ) -> Result<Loaded, Failure> {
@@ -246,7 +248,7 @@ pub(super) fn load_on(
         Trainable::Frozen
     };
     let policy = Policy::load_on(&config, &weights, gpu).map_err(Failure::from)?;
-    let workbench = workbench(&config, &policy, sandboxes)?;
+    let workbench = workbench(&config, &policy, programs)?;
     Ok(Loaded {
         config,
         policy,
@@ -288,14 +290,27 @@ pub(super) fn load_model(args: &ModelArgs) -> Result<LoadedModel, Failure> {
 pub(super) fn workbench(
     config: &RunConfig,
     policy: &Policy,
-    sandboxes: Sandboxes,
+    programs: Option<Programs>,
 ) -> Result<Workbench, Failure> {
-    let graders = graders(config, &sandboxes);
-    Workbench::new(config, policy, sandboxes.tools, Arc::new(graders)).map_err(Failure::from)
+    Workbench::new(config, policy, programs).map_err(Failure::from)
+}
+
+/// Prepares where the programs of a run's tasks run, and what grades them, if it runs any here: a run whose
+/// environments are all elsewhere does not wait for that.
+pub(super) fn programs(config: &RunConfig, printer: &Printer) -> Result<Option<Programs>, Failure> {
+    if !config.runs_programs() {
+        return Ok(None);
+    }
+    let sandboxes = load_sandboxes(&config.sandbox, printer)?;
+    let grader = Arc::new(graders(config, &sandboxes));
+    Ok(Some(Programs {
+        sandbox: sandboxes.tools,
+        grader,
+    }))
 }
 
 /// Returns the graders of a run.
-pub(super) fn graders(config: &RunConfig, sandboxes: &Sandboxes) -> GraderRegistry {
+fn graders(config: &RunConfig, sandboxes: &Sandboxes) -> GraderRegistry {
     let limits = GradeLimits::for_candidate(&Limits {
         memory: config.sandbox.memory,
         fuel: config.sandbox.grade_fuel,

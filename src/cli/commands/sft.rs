@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, require_empty_folder};
@@ -107,7 +106,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         .transpose()
         .map_err(Failure::from)?;
     let resolved = setup::resolve(&args.config)?;
-    let sandboxes = load_sandboxes(&resolved.config.sandbox, printer)?;
+    let programs = setup::programs(&resolved.config, printer)?;
     let Loaded {
         config,
         policy,
@@ -117,7 +116,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
         let config = resolved.config;
         let policy =
             Policy::from_scratch(config.model.path.as_ref(), config.seed).map_err(Failure::from)?;
-        let workbench = setup::workbench(&config, &policy, sandboxes)?;
+        let workbench = setup::workbench(&config, &policy, programs)?;
         Loaded {
             config,
             policy,
@@ -125,7 +124,7 @@ pub(in crate::cli) fn run(args: &SftArgs, printer: &Printer) -> Outcome {
             scratch: resolved.scratch,
         }
     } else {
-        setup::load(resolved, sandboxes, true)?
+        setup::load(resolved, programs, true)?
     };
     let traces = match &demonstrations {
         Some(demonstrations) => demonstration_traces(demonstrations, &policy, &workbench),

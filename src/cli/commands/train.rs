@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use clap::Args;
 
-use super::runtime::load_sandboxes;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -81,8 +80,8 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     };
     let stop = (joined.as_ref()).map_or(signalled, TcpCollective::stop);
     let gpu = launch.as_ref().map_or(0, |launch| launch.local_rank);
-    let loaded = load_sandboxes(&resolved.config.sandbox, printer)
-        .and_then(|sandboxes| setup::load_on(resolved, sandboxes, true, gpu));
+    let loaded = setup::programs(&resolved.config, printer)
+        .and_then(|programs| setup::load_on(resolved, programs, true, gpu));
     let Loaded {
         config,
         policy,

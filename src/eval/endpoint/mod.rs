@@ -167,7 +167,7 @@ pub fn evaluate_endpoint(
     let mut queue = VecDeque::new();
     for (group, request) in (0_u64..).zip(requests) {
         let base = seed.of_task(seed.purpose, &request.task_id);
-        for (sample, environment) in (0_u32..).zip(request.environments) {
+        for (sample, environment) in (request.first_sample..).zip(request.environments) {
             total += 1;
             if results.has(&request.task_id, sample) {
                 continue;

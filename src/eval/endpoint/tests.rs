@@ -89,6 +89,7 @@ fn requests(tasks: &[&str], samples: usize) -> Vec<GroupRequest> {
     let group = |task_id: &&str| GroupRequest {
         task_id: (*task_id).to_owned(),
         visit: 0,
+        first_sample: 0,
         max_new_tokens: None,
         environments: (0..samples).map(|_| door()).collect(),
     };
@@ -407,6 +408,7 @@ fn tasks_that_are_too_long_are_the_models_failures_and_end_nothing() {
         GroupRequest {
             task_id: "long".to_owned(),
             visit: 0,
+            first_sample: 0,
             max_new_tokens: None,
             environments: long.collect(),
         },

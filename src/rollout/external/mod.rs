@@ -287,7 +287,7 @@ fn episodes(requests: Vec<GroupRequest>, seed: CollectionSeed<'_>) -> VecDeque<R
     for (group, request) in requests.into_iter().enumerate() {
         let of_task = seed.of_task(seed.purpose, &request.task_id);
         let of_task = of_task.wrapping_add(request.visit);
-        for (sample, environment) in (0_u32..).zip(request.environments) {
+        for (sample, environment) in (request.first_sample..).zip(request.environments) {
             episodes.push_back(Request {
                 group,
                 task_id: request.task_id.clone(),
