@@ -30,12 +30,27 @@ pub struct RowLabels {
 
 /// Returns a trajectory for each row that may be learned from: the work of one episode, all of which
 /// earned its reward.
+///
+/// Rows that part behind some calls share them. What was sampled there is a target of the first of them
+/// alone, and context of the others: it was drawn once, and would weigh as much more as there are rows.
 #[must_use]
 pub fn trajectories(graph: &CallGraph, labels: &RowLabels) -> Vec<Trajectory> {
-    let rows = graph.rows();
-    let trainable = rows.into_iter().filter(Row::is_trainable);
-    trainable
-        .filter_map(|row| trajectory(graph, row, labels))
+    let mut learned = BTreeSet::new();
+    let rows = graph.rows().into_iter().filter(Row::is_trainable);
+    let rows = rows.filter_map(|mut row| {
+        for place in &row.calls {
+            let tokens = graph.call(*place).and_then(|call| call.tokens.as_ref());
+            if let Some(tokens) = tokens
+                && !learned.insert(*place)
+            {
+                let start = tokens.prompt().len();
+                row.trace
+                    .make_context(start..start + tokens.completion().len());
+            }
+        }
+        (row.trace.sampled_len() > 0).then_some(row)
+    });
+    rows.filter_map(|row| trajectory(graph, row, labels))
         .collect()
 }
 
@@ -334,4 +349,120 @@ pub(super) fn completion_records(graph: &CallGraph) -> Vec<Value> {
         })
     };
     graph.calls().enumerate().map(record).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::proxy::record::test_call;
+
+    fn call(prompt: &[u32], completion: &[u32]) -> Call {
+        let logprobs = vec![-0.5; completion.len()];
+        let tokens = CallTokens::new(prompt.to_vec(), completion.to_vec(), logprobs, |_| true);
+        Call {
+            tokens: Some(tokens.unwrap()),
+            ..test_call()
+        }
+    }
+
+    fn labels() -> RowLabels {
+        RowLabels {
+            task_id: "t".to_owned(),
+            group: 0,
+            sample: 0,
+            policy_step: 1,
+            reward: Some(1.0),
+        }
+    }
+
+    /// The ids of all targets, row by row.
+    fn targets(graph: &CallGraph) -> Vec<Vec<u32>> {
+        let of_row = |row: Trajectory| {
+            let trace = &row.trace;
+            let masked = trace.ids().iter().zip(trace.loss_mask());
+            let masked = masked.filter(|(_, mask)| **mask == 1);
+            masked.map(|(id, _)| *id).collect()
+        };
+        trajectories(graph, &labels())
+            .into_iter()
+            .map(of_row)
+            .collect()
+    }
+
+    /// An agent whose first two turns have three continuations, one of which goes on.
+    #[test]
+    fn what_rows_share_is_learned_in_the_first_of_them() {
+        let mut graph = CallGraph::default();
+        for (prompt, completion) in [
+            (&[1][..], &[2, 3][..]),
+            (&[1, 2, 3, 4], &[5]),
+            (&[1, 2, 3, 4, 5, 6], &[7]),
+            (&[1, 2, 3, 4, 5, 8], &[9, 10]),
+            (&[1, 2, 3, 4, 5, 8, 9, 10, 11], &[12]),
+            (&[1, 2, 3, 13], &[14]),
+        ] {
+            graph.push(call(prompt, completion), None);
+        }
+        assert_eq!(
+            targets(&graph),
+            [vec![2, 3, 5, 7], vec![9, 10, 12], vec![14]]
+        );
+        let rows = trajectories(&graph, &labels());
+        let last = &rows[2].trace;
+        assert_eq!(last.ids(), [1, 2, 3, 13, 14]);
+        assert_eq!(last.logprobs(), [0.0, 0.0, 0.0, 0.0, -0.5]);
+        assert_eq!(rows[2].turns[0].tokens, 1..3, "it is still a turn");
+        // OpenEnv's rows are whole each; of its entries each is a call.
+        let masks = graph
+            .rows()
+            .iter()
+            .map(|row| row.trace.sampled_len())
+            .sum::<usize>();
+        assert_eq!(masks, 4 + 6 + 3);
+    }
+
+    /// What nobody learns from takes no targets away.
+    #[test]
+    fn a_row_that_is_not_learned_from_leaves_what_it_shares() {
+        let mut graph = CallGraph::default();
+        for (prompt, completion) in [
+            (&[1][..], &[2][..]),
+            (&[1, 2, 3], &[4]),
+            (&[1, 2, 3], &[5]),
+            (&[1, 2, 3, 5, 6], &[7]),
+        ] {
+            graph.push(call(prompt, completion), None);
+        }
+        assert_eq!(targets(&graph), [vec![2, 5, 7]]);
+    }
+
+    proptest! {
+        /// Whatever tree a session is, each sampled token is a target exactly once over all its rows.
+        #[test]
+        fn each_sampled_token_is_a_target_once(
+            shape in proptest::collection::vec((any::<prop::sample::Index>(), 1_usize..4), 1..16),
+        ) {
+            let mut graph = CallGraph::default();
+            let mut ends: Vec<Vec<u32>> = vec![Vec::new()];
+            let mut next = 0;
+            let mut fresh = |count: usize| -> Vec<u32> {
+                let ids = next..next + u32::try_from(count).unwrap();
+                next = ids.end;
+                ids.collect()
+            };
+            let mut sampled = Vec::new();
+            for (parent, count) in &shape {
+                let prompt = [ends[parent.index(ends.len())].clone(), fresh(1)].concat();
+                let completion = fresh(*count);
+                graph.push(call(&prompt, &completion), None);
+                sampled.extend_from_slice(&completion);
+                ends.push([prompt, completion].concat());
+            }
+            let mut found = targets(&graph).concat();
+            found.sort_unstable();
+            prop_assert_eq!(found, sampled);
+        }
+    }
 }

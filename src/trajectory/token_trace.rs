@@ -12,7 +12,8 @@ const LOGPROB_ROUNDING: f32 = 1e-4;
 /// Token ids with a log-probability and a loss mask each.
 ///
 /// Three invariants hold, whoever builds or reads one: the three sequences have the same length;
-/// the mask is 1 exactly for ids that the policy sampled; and a log-probability is 0 where the mask
+/// the mask is 1 only for ids that the policy sampled, all but those that
+/// [are learned from elsewhere](Self::make_context); and a log-probability is 0 where the mask
 /// is 0. Template scaffolding, tool results and tokens that a harness adds after a cut-off are
 /// observations, even when their text stands inside an assistant message.
 ///
@@ -90,6 +91,16 @@ impl TokenTrace {
     /// Adds tokens that the policy was fed after the prompt: tool results and template text.
     pub fn push_observation(&mut self, ids: &[u32]) {
         self.push_unsampled(ids);
+    }
+
+    /// Makes observations of the tokens in `span`, as far as there are any: another trace learns from what was
+    /// sampled of them.
+    pub fn make_context(&mut self, span: Range<usize>) {
+        let span = span.start.min(self.len())..span.end.min(self.len());
+        if !span.is_empty() {
+            self.loss_mask[span.clone()].fill(0);
+            self.logprobs[span].fill(0.0);
+        }
     }
 
     fn push_unsampled(&mut self, ids: &[u32]) {
