@@ -216,6 +216,11 @@ impl Workbench {
 
     /// Returns `samples` fresh episodes of `task`, which was met `visit` times before in the collection;
     /// `seed` makes their programs' randomness.
+    ///
+    /// # Panics
+    ///
+    /// Panics where the task is none of an environment elsewhere, and the run was given no place for programs
+    /// since it has no others.
     #[must_use]
     pub fn group(
         &self,

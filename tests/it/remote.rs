@@ -276,8 +276,7 @@ fn a_measurement_has_no_more_sessions_than_a_step() {
     let settings = settings(&format!("path = '{}'", text(&prompts)), &env);
     let settings = settings.replace("max_new_tokens = 64", "max_new_tokens = 8");
     fs_err::write(&file, settings.replace("limit = 4", "samples = 24")).expect("written");
-    let endpoint = format!("{}/v1", model.url);
-    let elsewhere = ["--endpoint", &endpoint, "--concurrency", "48"];
+    let elsewhere = ["--endpoint", &model.url, "--concurrency", "48"];
     for arguments in [&[][..], &elsewhere] {
         let common = ["eval", "--config", text(&file), "--format", "json"];
         let mut command = wardian(&[&common, arguments].concat());
