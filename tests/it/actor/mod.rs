@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 mod bwrap;
-mod conformance;
+pub(crate) mod conformance;
 mod runsc;
 
 use std::time::Duration;
@@ -21,7 +21,35 @@ pub(super) struct Scene<B> {
     pub(super) base: tempfile::TempDir,
 }
 
+/// What every backend is tried with.
+pub(crate) struct Case<'a> {
+    backend: &'a dyn ActorBackend,
+    spec: ActorSpec,
+}
+
+impl<'a> Case<'a> {
+    pub(crate) fn new(backend: &'a dyn ActorBackend, spec: ActorSpec) -> Self {
+        Self { backend, spec }
+    }
+
+    pub(crate) fn backend(&self) -> &dyn ActorBackend {
+        self.backend
+    }
+
+    pub(crate) fn spec(&self) -> ActorSpec {
+        self.spec.clone()
+    }
+
+    pub(crate) fn actor(&self) -> Box<dyn Actor> {
+        self.backend.create(&self.spec).unwrap()
+    }
+}
+
 impl<B: ActorBackend> Scene<B> {
+    pub(super) fn case(&self) -> Case<'_> {
+        Case::new(self.backend(), spec())
+    }
+
     pub(super) fn backend(&self) -> &B {
         self.backend.as_ref().unwrap()
     }
@@ -43,7 +71,7 @@ impl<B> Scene<B> {
 }
 
 /// Returns the folders of runs in `base`.
-pub(super) fn runs(base: &std::path::Path) -> Vec<std::path::PathBuf> {
+pub(crate) fn runs(base: &std::path::Path) -> Vec<std::path::PathBuf> {
     fs_err::read_dir(base)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -52,7 +80,7 @@ pub(super) fn runs(base: &std::path::Path) -> Vec<std::path::PathBuf> {
 }
 
 /// Returns the command lines of this machine's processes that hold `text`.
-pub(super) fn processes_naming(text: &str) -> Vec<String> {
+pub(crate) fn processes_naming(text: &str) -> Vec<String> {
     fs_err::read_dir("/proc")
         .unwrap()
         .filter_map(|entry| {
@@ -77,7 +105,7 @@ pub(super) fn runsc() -> Scene<RunscBackend> {
     }
 }
 
-pub(super) fn spec() -> ActorSpec {
+pub(crate) fn spec() -> ActorSpec {
     ActorSpec {
         limits: ActorLimits {
             memory: 192 << 20,
@@ -90,12 +118,12 @@ pub(super) fn spec() -> ActorSpec {
     }
 }
 
-pub(super) fn sh(actor: &dyn Actor, script: &str) -> ActorOutput {
+pub(crate) fn sh(actor: &dyn Actor, script: &str) -> ActorOutput {
     actor.exec(&ActorCommand::shell(script)).unwrap()
 }
 
 /// Runs a script that must succeed, and returns what it printed.
-pub(super) fn text(actor: &dyn Actor, script: &str) -> String {
+pub(crate) fn text(actor: &dyn Actor, script: &str) -> String {
     let output = sh(actor, script);
     assert!(output.is_success(), "{script}: {output:?}");
     output.stdout.text().trim_end().to_owned()
