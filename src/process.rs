@@ -215,7 +215,9 @@ struct Stream {
     reader: JoinHandle<()>,
 }
 
-struct Kept {
+/// What is kept of a stream while it is read.
+#[derive(Debug)]
+pub(super) struct Kept {
     head: Vec<u8>,
     tail: VecDeque<u8>,
     dropped: u64,
@@ -223,8 +225,17 @@ struct Kept {
 }
 
 impl Kept {
+    pub(super) fn new(max: usize) -> Self {
+        Self {
+            head: Vec::new(),
+            tail: VecDeque::new(),
+            dropped: 0,
+            max,
+        }
+    }
+
     /// Keeps `bytes`: the first half of what may be kept for ever, of the rest the end.
-    fn add(&mut self, bytes: &[u8]) {
+    pub(super) fn add(&mut self, bytes: &[u8]) {
         let room = (self.max / 2).saturating_sub(self.head.len());
         let (first, rest) = bytes.split_at(room.min(bytes.len()));
         self.head.extend_from_slice(first);
@@ -233,16 +244,26 @@ impl Kept {
         self.tail.drain(..surplus);
         self.dropped += surplus as u64;
     }
+
+    /// Returns what was kept; what comes then is thrown away.
+    pub(super) fn take(&mut self) -> Captured {
+        let mut head = std::mem::take(&mut self.head);
+        let mut tail = Vec::from(std::mem::take(&mut self.tail));
+        self.max = 0;
+        if self.dropped == 0 {
+            head.append(&mut tail);
+        }
+        Captured {
+            head,
+            dropped: self.dropped,
+            tail,
+        }
+    }
 }
 
 impl Stream {
     fn read(stream: Option<impl Read + Send + 'static>, max: usize) -> Self {
-        let kept = Arc::new(Mutex::new(Kept {
-            head: Vec::new(),
-            tail: VecDeque::new(),
-            dropped: 0,
-            max,
-        }));
+        let kept = Arc::new(Mutex::new(Kept::new(max)));
         let writer = Arc::clone(&kept);
         let reader = std::thread::spawn(move || {
             let Some(mut stream) = stream else { return };
@@ -268,19 +289,7 @@ impl Stream {
             std::thread::sleep(POLL);
         }
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut head, mut tail) = (
-            std::mem::take(&mut kept.head),
-            Vec::from(std::mem::take(&mut kept.tail)),
-        );
-        kept.max = 0;
-        if kept.dropped == 0 {
-            head.append(&mut tail);
-        }
-        Captured {
-            head,
-            dropped: kept.dropped,
-            tail,
-        }
+        kept.take()
     }
 }
 

@@ -83,6 +83,14 @@ pub enum ActorError {
         /// Why.
         reason: String,
     },
+    /// The actor was taken away by what runs it: a node that was lost, an eviction, somebody who deleted it.
+    #[error("actor `{id}` was taken away: {reason}")]
+    Lost {
+        /// The actor.
+        id: String,
+        /// What is known about why.
+        reason: String,
+    },
     /// A file of ours could not be read or written.
     #[error("{activity}")]
     Files {

@@ -23,6 +23,8 @@ mod error;
 pub mod escalation;
 mod guest;
 mod janitor;
+#[cfg(feature = "k8s")]
+pub mod kubernetes;
 mod pool;
 mod removal;
 mod run_folder;
