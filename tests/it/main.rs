@@ -10,6 +10,8 @@ mod golden;
 mod grader;
 mod harbor;
 mod hostile_network;
+#[cfg(feature = "k8s")]
+mod kubernetes;
 mod layering;
 mod mixture;
 mod overlap;

@@ -1,0 +1,186 @@
+//! What is asked and made when a backend is opened, and what an earlier run left.
+
+use std::mem::ManuallyDrop;
+
+use serde_json::json;
+use wardian::actor::ActorBackend as _;
+use wardian::actor::kubernetes::{Controller as Family, KubernetesBackend, Owner};
+
+use super::store::{
+    KRUISE_CLAIM, KRUISE_SANDBOX, KRUISE_SET, LEASE, POD, POLICY, SIG_CLAIM, SIG_SANDBOX,
+};
+use super::{Scene, agent_sandbox, eventually, kruise, spec};
+
+#[test]
+fn what_is_not_allowed_is_named_at_once() {
+    let scene = Scene::bare();
+    *scene.cluster.denied.lock().unwrap() = vec![("create", "pods/exec"), ("patch", "sandboxsets")];
+    let error = KubernetesBackend::open(scene.options(Family::kruise())).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains(
+            "create pods/exec, patch sandboxsets.agents.kruise.io in the namespace `sandboxes`"
+        ),
+        "{text}"
+    );
+    assert!(!error.is_guests_doing());
+    scene.close();
+}
+
+#[test]
+fn a_cluster_without_the_controller_is_refused() {
+    let scene = Scene::bare();
+    *scene.cluster.missing.lock().unwrap() = vec!["extensions.agents.x-k8s.io"];
+    let error = KubernetesBackend::open(scene.options(Family::agent_sandbox())).unwrap_err();
+    assert!(
+        error.to_string().contains("install its controllers"),
+        "{error}"
+    );
+    let mut options = scene.options(Family::kruise());
+    options.controller = Family::Kruise {
+        group_version: "apps.kruise.io/v1alpha1".to_owned(),
+    };
+    let error = KubernetesBackend::open(options).unwrap_err();
+    assert!(
+        error.to_string().contains("`apps.kruise.io/v1alpha1`"),
+        "{error}"
+    );
+    scene.close();
+}
+
+#[test]
+fn a_server_that_is_not_there_is_an_error_in_time() {
+    let mut scene = Scene::bare();
+    let mut options = scene.options(Family::kruise());
+    options.request_timeout = std::time::Duration::from_secs(2);
+    scene.server.stop();
+    let error = KubernetesBackend::open(options).unwrap_err();
+    assert!(error.to_string().contains("onnection refused"), "{error}");
+    scene.server.resume();
+    scene.close();
+}
+
+#[test]
+fn every_object_is_the_runs() {
+    for scene in [kruise(), agent_sandbox()] {
+        let actor = scene.actor();
+        let store = scene.cluster.store();
+        let leases = store.list(&LEASE);
+        assert_eq!(leases.len(), 1);
+        let uid = &leases[0]["metadata"]["uid"];
+        let mut seen = 0;
+        for kind in [KRUISE_SET, KRUISE_CLAIM, SIG_CLAIM, POLICY] {
+            for object in store.list(&kind) {
+                seen += 1;
+                let metadata = &object["metadata"];
+                assert_eq!(metadata["ownerReferences"][0]["uid"], *uid, "{object}");
+                assert_eq!(metadata["labels"]["wardian-run"], "test-run", "{object}");
+            }
+        }
+        assert!(seen >= 2);
+        for sandbox in store.list(&KRUISE_SANDBOX).iter().filter(|sandbox| {
+            sandbox["metadata"]["labels"]["agents.kruise.io/claim-name"].is_string()
+        }) {
+            assert_eq!(sandbox["metadata"]["ownerReferences"][0]["uid"], *uid);
+            assert!(sandbox["spec"]["shutdownTime"].is_string());
+        }
+        for pod in store.list(&POD) {
+            assert_eq!(pod["metadata"]["labels"]["wardian-run"], "test-run");
+            assert_eq!(pod["spec"]["runtimeClassName"], "gvisor");
+            assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
+        }
+        let policies = store.list(&POLICY);
+        assert_eq!(
+            policies[0]["spec"]["policyTypes"],
+            json!(["Ingress", "Egress"])
+        );
+        let instance = &policies[0]["spec"]["podSelector"]["matchLabels"]["wardian-instance"];
+        assert_eq!(
+            *instance,
+            store.list(&POD)[0]["metadata"]["labels"]["wardian-instance"]
+        );
+        drop(store);
+        drop(actor);
+        scene.close();
+    }
+}
+
+#[test]
+fn the_runs_owner_takes_everything_with_it() {
+    let mut scene = Scene::bare();
+    let owner = json!({ "metadata": { "name": "trainer" }, "spec": { "containers": [{ "image": "trainer" }] } });
+    let owner = scene.cluster.store().create(&POD, owner).unwrap();
+    let mut options = scene.options(Family::agent_sandbox());
+    options.owner = Some(Owner {
+        api_version: "v1".to_owned(),
+        kind: "Pod".to_owned(),
+        name: "trainer".to_owned(),
+        uid: owner["metadata"]["uid"].as_str().unwrap().to_owned(),
+    });
+    scene.backend = Some(KubernetesBackend::open(options).unwrap());
+    let actor = scene.actor();
+    scene.cluster.store().delete(&POD, "trainer").unwrap();
+    eventually("objects outlive the run's pod", || {
+        scene.cluster.store().names().is_empty()
+    });
+    drop(actor);
+    scene.close();
+}
+
+#[test]
+fn what_a_crashed_run_left_is_deleted_and_what_lives_is_not() {
+    for family in [Family::kruise(), Family::agent_sandbox()] {
+        let mut scene = Scene::bare();
+        let crashed = KubernetesBackend::open(scene.options(family.clone())).unwrap();
+        let actor = crashed.create(&spec()).unwrap();
+        // It does not end, and renews nothing any more.
+        let _kept = (ManuallyDrop::new(actor), ManuallyDrop::new(crashed));
+        let (old, before) = {
+            let mut store = scene.cluster.store();
+            let lease = store.list(&LEASE).remove(0);
+            let name = lease["metadata"]["name"].as_str().unwrap().to_owned();
+            store.update(&LEASE, &name, |lease| {
+                lease["spec"]["renewTime"] = "2026-01-01T00:00:00.000000Z".into();
+            });
+            (
+                lease["metadata"]["labels"]["wardian-instance"].clone(),
+                store.names().len(),
+            )
+        };
+        assert!(
+            before >= 5,
+            "it left a lease, a policy, a pool, a claim and pods"
+        );
+        let living = KubernetesBackend::open(scene.options(family.clone())).unwrap();
+        let of_old = |scene: &Scene| {
+            let store = scene.cluster.store();
+            let kinds = super::store::KINDS.iter();
+            let all: Vec<_> = kinds.flat_map(|kind| store.list(kind)).collect();
+            all.iter()
+                .filter(|object| object["metadata"]["labels"]["wardian-instance"] == old)
+                .count()
+        };
+        assert_eq!(of_old(&scene), 0);
+        // A second backend leaves the first one alone.
+        let actor = living.create(&spec()).unwrap();
+        scene.backend = Some(KubernetesBackend::open(scene.options(family)).unwrap());
+        assert_eq!(crate::actor::text(&*actor, "echo alive"), "alive");
+        drop(actor);
+        drop(living);
+        scene.close();
+    }
+}
+
+#[test]
+fn a_server_that_has_just_started_is_waited_for() {
+    let mut scene = Scene::bare();
+    // As a real one answers the first requests for a kind.
+    for path in ["/sandboxsets?", "/sandboxclaims?", "/leases?"] {
+        scene.fault("GET", path, 429, 1);
+    }
+    scene.backend = Some(KubernetesBackend::open(scene.options(Family::kruise())).unwrap());
+    assert_eq!(scene.faults_left(), 0);
+    let sandboxes = scene.cluster.store().list(&SIG_SANDBOX).len();
+    assert_eq!(sandboxes, 0, "kinds of the same name are others");
+    scene.close();
+}
