@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::cluster::Link;
 use super::mark::{Filter, Mark};
-use super::retry::{causes, failed, patiently};
+use super::retry::{causes, patiently_once};
 use super::template::CONTAINER;
 use crate::actor::process::Kept;
 use crate::actor::{ActorError, Captured};
@@ -111,7 +111,16 @@ pub(super) async fn run(
     time: Duration,
     streams: &Streams,
 ) -> Result<Ran, ActorError> {
-    let connection = open(link, pod, &program.argv, !program.stdin.is_empty()).await?;
+    let connection = match open(link, pod, &program.argv, !program.stdin.is_empty()).await? {
+        Ok(connection) => connection,
+        Err(end) => {
+            return Ok(Ran {
+                end,
+                timed_out: false,
+                is_loose: true,
+            });
+        }
+    };
     let mut carried = Box::pin(carry(connection, program, streams));
     if let Ok(end) = timeout(time, &mut carried).await {
         return Ok(Ran {
@@ -137,8 +146,11 @@ async fn kill_all(link: &Link, pod: &str) -> Result<(), ActorError> {
         stdin: Vec::new(),
         mark: None,
     };
-    let connection = open(link, pod, &program.argv, false).await?;
-    match carry(connection, program, &Streams::new(1 << 10)).await {
+    let end = match open(link, pod, &program.argv, false).await? {
+        Ok(connection) => carry(connection, program, &Streams::new(1 << 10)).await,
+        Err(end) => end,
+    };
+    match end {
         End::Exited(0) => Ok(()),
         other => Err(ActorError::Backend {
             activity: "killing processes".to_owned(),
@@ -147,13 +159,14 @@ async fn kill_all(link: &Link, pod: &str) -> Result<(), ActorError> {
     }
 }
 
-/// Starts a program. It is started once at most: a request that may have arrived is not repeated.
+/// Starts a program. It is started once at most: a request that may have arrived is not repeated, and is
+/// told as a connection that was cut.
 async fn open(
     link: &Link,
     pod: &str,
     argv: &[String],
     has_input: bool,
-) -> Result<Connection, ActorError> {
+) -> Result<Result<Connection, End>, ActorError> {
     let activity = "starting a program";
     let requests = Request::new(format!("/api/v1/namespaces/{}/pods", link.namespace));
     let params = AttachParams {
@@ -164,20 +177,24 @@ async fn open(
         tty: false,
         ..AttachParams::default()
     };
-    let opened = patiently(activity, link.limit, || async {
+    let opened = patiently_once(activity, link.limit, || async {
         let request = requests
             .exec(pod, argv.iter().cloned(), &params)
             .map_err(kube::Error::BuildRequest)?;
-        match link.client.connect(request).await {
-            Err(error) if may_have_arrived(&error) => Ok(Err(error)),
-            Err(error) => Err(error),
-            Ok(connection) => Ok(Ok(connection)),
+        match timeout(link.limit, link.client.connect(request)).await {
+            Ok(Err(error)) if may_have_arrived(&error) => Ok(Err(causes(&error))),
+            Ok(Err(error)) => Err(error),
+            Ok(Ok(connection)) => Ok(Ok(connection)),
+            Err(_) => Ok(Err("there was no answer".to_owned())),
         }
     })
     .await?;
-    let connection = opened.map_err(|error| failed(activity, &error))?;
+    let connection = match opened {
+        Ok(connection) => connection,
+        Err(why) => return Ok(Err(End::Cut(why))),
+    };
     match connection.supports_stream_close() || !has_input {
-        true => Ok(connection),
+        true => Ok(Ok(connection)),
         false => Err(ActorError::Backend {
             activity: activity.to_owned(),
             message:
@@ -188,8 +205,11 @@ async fn open(
     }
 }
 
-/// Whether a request may have had its effect although there is no answer.
+/// Whether a request may have had its effect although there is no answer of the server's own.
 fn may_have_arrived(error: &kube::Error) -> bool {
+    if let kube::Error::Api(status) = error {
+        return matches!(status.code, 408 | 502 | 504);
+    }
     let is_transport = matches!(error, kube::Error::HyperError(_) | kube::Error::Service(_));
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(cause) = next {

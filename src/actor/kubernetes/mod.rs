@@ -13,7 +13,7 @@
 //!
 //! **Whose failure.** A container that was killed for its memory, or that wrote more than it may, is the
 //! guest's doing. A pod that was evicted, preempted, deleted or whose node was lost is
-//! [`ActorError::Lost`](super::ActorError::Lost), as is a connection that ended before the program.
+//! [`ActorError::Lost`], as is a connection that ended before the program.
 //!
 //! Faults of the API server that pass (429, 500, 503, a restart) are waited out, each for the time of the
 //! options. Programs are the exception: a request that may have started one is not repeated.
@@ -177,6 +177,13 @@ impl ActorBackend for KubernetesBackend {
         };
         if !spec.mounts.is_empty() {
             return unsupported("show folders of this machine; put what is in them");
+        }
+        if let Some(name) = spec.env.keys().find(|name| !script::is_name(name)) {
+            return Err(ActorError::InvalidSpec {
+                reason: format!(
+                    "a shell cannot keep the variable `{name}`; take letters, digits and `_`"
+                ),
+            });
         }
         let spec = ActorSpec {
             // Pods have one user, whatever was asked for.

@@ -65,6 +65,31 @@ pub(super) fn is_missing(error: &kube::Error) -> bool {
 pub(super) async fn patiently<T, F>(
     activity: &str,
     limit: Duration,
+    ask: impl FnMut() -> F,
+) -> Result<T, ActorError>
+where
+    F: Future<Output = kube::Result<T>>,
+{
+    repeat(activity, limit, TRY.min(limit), ask).await
+}
+
+/// As [`patiently`], without giving a try up: what is asked bounds itself, and is asked again only if it
+/// failed with what passes.
+pub(super) async fn patiently_once<T, F>(
+    activity: &str,
+    limit: Duration,
+    ask: impl FnMut() -> F,
+) -> Result<T, ActorError>
+where
+    F: Future<Output = kube::Result<T>>,
+{
+    repeat(activity, limit, Duration::MAX, ask).await
+}
+
+async fn repeat<T, F>(
+    activity: &str,
+    limit: Duration,
+    one_try: Duration,
     mut ask: impl FnMut() -> F,
 ) -> Result<T, ActorError>
 where
@@ -73,8 +98,7 @@ where
     let until = Instant::now() + limit;
     let mut backoff = Backoff::new();
     loop {
-        let left = until.saturating_duration_since(Instant::now());
-        let error = match timeout(left.min(TRY), ask()).await {
+        let error = match timeout(one_try, ask()).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) if !is_passing(&error) => return Err(failed(activity, &error)),
             Ok(Err(error)) => Some(error),

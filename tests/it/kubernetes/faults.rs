@@ -314,6 +314,14 @@ fn a_refused_start_is_tried_again_and_one_that_may_have_happened_is_not() {
     scene.fault("GET", "/exec?", 500, 1);
     assert_eq!(text(&*actor, "echo once >> log; cat log"), "once");
     assert_eq!(scene.faults_left(), 0);
+    // What a proxy on the way says may have come after the program was started.
+    scene.fault("GET", "/exec?", 504, 1);
+    let before = scene.execs();
+    let error = actor
+        .exec(&ActorCommand::shell("echo twice >> log"))
+        .unwrap_err();
+    assert!(matches!(error, ActorError::Lost { .. }), "{error}");
+    assert_eq!(scene.execs(), before + 1);
     drop(actor);
     scene.close();
 }

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
 use wardian::actor::kubernetes::{
     ApiServer, Controller as Family, KubernetesBackend, KubernetesOptions,
 };
@@ -44,6 +45,11 @@ struct Scene {
 impl Scene {
     /// Starts a cluster alone.
     fn bare() -> Self {
+        Self::with(None, None)
+    }
+
+    /// Starts a cluster alone, with what clients must show and how they connect.
+    fn with(token: Option<&'static str>, acceptor: Option<TlsAcceptor>) -> Self {
         let cluster = Arc::new(Cluster {
             store: Mutex::new(Store::new()),
             faults: Mutex::default(),
@@ -51,11 +57,12 @@ impl Scene {
             missing: Mutex::default(),
             requests: Mutex::default(),
             cuts: watch::channel(0).0,
+            token,
             kubelet: Kubelet::new(),
         });
         Self {
             backend: None,
-            server: Server::start(Arc::clone(&cluster)),
+            server: Server::start(Arc::clone(&cluster), acceptor),
             controller: Some(Controller::start(Arc::clone(&cluster))),
             cluster,
         }

@@ -1,10 +1,16 @@
 //! What is asked and made when a backend is opened, and what an earlier run left.
 
 use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::Duration;
 
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use serde_json::json;
+use tokio_rustls::TlsAcceptor;
 use wardian::actor::ActorBackend as _;
-use wardian::actor::kubernetes::{Controller as Family, KubernetesBackend, Owner};
+use wardian::actor::kubernetes::{
+    ApiServer, Controller as Family, KubernetesBackend, KubernetesOptions, Owner,
+};
 
 use super::store::{
     KRUISE_CLAIM, KRUISE_SANDBOX, KRUISE_SET, LEASE, POD, POLICY, SIG_CLAIM, SIG_SANDBOX,
@@ -52,7 +58,7 @@ fn a_cluster_without_the_controller_is_refused() {
 fn a_server_that_is_not_there_is_an_error_in_time() {
     let mut scene = Scene::bare();
     let mut options = scene.options(Family::kruise());
-    options.request_timeout = std::time::Duration::from_secs(2);
+    options.request_timeout = Duration::from_secs(2);
     scene.server.stop();
     let error = KubernetesBackend::open(options).unwrap_err();
     assert!(error.to_string().contains("onnection refused"), "{error}");
@@ -169,6 +175,82 @@ fn what_a_crashed_run_left_is_deleted_and_what_lives_is_not() {
         drop(living);
         scene.close();
     }
+}
+
+/// Returns a server's side of TLS for 127.0.0.1, and the authority that vouches for it.
+fn tls() -> (TlsAcceptor, String) {
+    let mut params = CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let root = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let certificate = params.signed_by(&key, &root).unwrap();
+    let config = rustls::ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(
+            vec![certificate.der().clone()],
+            key.serialize_der().try_into().unwrap(),
+        )
+        .unwrap();
+    (TlsAcceptor::from(Arc::new(config)), root.pem())
+}
+
+#[test]
+fn a_kubeconfig_says_who_is_trusted_and_who_we_are() {
+    const TOKEN: &str = "the-token";
+    let (acceptor, authority) = tls();
+    let mut scene = Scene::with(Some(TOKEN), Some(acceptor));
+    let folder = tempfile::tempdir().unwrap();
+    let write = |authority: &str, token: &str| {
+        let ca = folder.path().join("ca.pem");
+        fs_err::write(&ca, authority).unwrap();
+        let file = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "here",
+            "clusters": [{ "name": "c", "cluster": {
+                "server": scene.server.url(), "certificate-authority": ca,
+            } }],
+            "users": [{ "name": "u", "user": { "token": token } }],
+            "contexts": [
+                { "name": "here", "context": { "cluster": "c", "user": "u", "namespace": super::NAMESPACE } },
+            ],
+        });
+        let path = folder.path().join("config");
+        fs_err::write(&path, file.to_string()).unwrap();
+        KubernetesOptions {
+            api_server: ApiServer::Kubeconfig {
+                path,
+                context: None,
+            },
+            namespace: None,
+            request_timeout: Duration::from_secs(5),
+            ..scene.options(Family::kruise())
+        }
+    };
+    let error = KubernetesBackend::open(write(&authority, "another")).unwrap_err();
+    assert!(error.to_string().contains("Unauthorized (401"), "{error}");
+    let error = KubernetesBackend::open(write(&tls().1, TOKEN)).unwrap_err();
+    assert!(error.to_string().contains("certificate"), "{error}");
+    assert!(!error.to_string().contains(TOKEN));
+    scene.backend = Some(KubernetesBackend::open(write(&authority, TOKEN)).unwrap());
+    let actor = scene.actor();
+    assert_eq!(
+        crate::actor::text(&*actor, "echo here"),
+        "here",
+        "a program's connection is TLS, too"
+    );
+    drop(actor);
+    scene.close();
+    let missing = ApiServer::Kubeconfig {
+        path: "/no/such/config".into(),
+        context: None,
+    };
+    let scene = Scene::bare();
+    let mut options = scene.options(Family::kruise());
+    options.api_server = missing;
+    let error = KubernetesBackend::open(options).unwrap_err();
+    assert!(error.to_string().contains("/no/such/config"), "{error}");
+    assert!(error.to_string().contains("set `KUBECONFIG`"), "{error}");
+    scene.close();
 }
 
 #[test]

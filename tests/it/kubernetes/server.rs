@@ -11,8 +11,11 @@ use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use futures_util::stream;
 use serde_json::{Value, json};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
 use super::exec;
 use super::kubelet::Kubelet;
@@ -42,6 +45,8 @@ pub(super) struct Cluster {
     pub(super) requests: Mutex<Vec<String>>,
     /// Counts the times that all watches were cut.
     pub(super) cuts: watch::Sender<u64>,
+    /// What clients must show.
+    pub(super) token: Option<&'static str>,
     pub(super) kubelet: Kubelet,
 }
 
@@ -51,18 +56,43 @@ impl Cluster {
     }
 }
 
+/// Connections by TLS.
+struct TlsListener {
+    plain: TcpListener,
+    acceptor: TlsAcceptor,
+}
+
+impl axum::serve::Listener for TlsListener {
+    type Io = TlsStream<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        loop {
+            let (stream, address) = self.plain.accept().await.unwrap();
+            if let Ok(stream) = self.acceptor.accept(stream).await {
+                return (stream, address);
+            }
+        }
+    }
+
+    fn local_addr(&self) -> std::io::Result<Self::Addr> {
+        self.plain.local_addr()
+    }
+}
+
 /// The server; it can be stopped and started again on the same port.
-#[derive(Debug)]
 pub(super) struct Server {
     pub(super) cluster: Arc<Cluster>,
     address: SocketAddr,
+    acceptor: Option<TlsAcceptor>,
     runtime: Option<Runtime>,
 }
 
 impl Server {
-    pub(super) fn start(cluster: Arc<Cluster>) -> Self {
+    pub(super) fn start(cluster: Arc<Cluster>, acceptor: Option<TlsAcceptor>) -> Self {
         let mut server = Self {
             cluster,
+            acceptor,
             address: ([127, 0, 0, 1], 0).into(),
             runtime: None,
         };
@@ -71,7 +101,12 @@ impl Server {
     }
 
     pub(super) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        let scheme = if self.acceptor.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        format!("{scheme}://{}", self.address)
     }
 
     /// Ends the server and all its connections.
@@ -87,14 +122,23 @@ impl Server {
             .enable_all()
             .build()
             .unwrap();
-        let listener = runtime
-            .block_on(tokio::net::TcpListener::bind(self.address))
-            .unwrap();
+        let listener = runtime.block_on(TcpListener::bind(self.address)).unwrap();
         self.address = listener.local_addr().unwrap();
         let router = axum::Router::new()
             .fallback(answer)
             .with_state(Arc::clone(&self.cluster));
-        runtime.spawn(async move { axum::serve(listener, router).await.unwrap() });
+        let acceptor = self.acceptor.clone();
+        runtime.spawn(async move {
+            match acceptor {
+                Some(acceptor) => {
+                    let plain = listener;
+                    axum::serve(TlsListener { plain, acceptor }, router)
+                        .await
+                        .unwrap();
+                }
+                None => axum::serve(listener, router).await.unwrap(),
+            }
+        });
         self.runtime = Some(runtime);
     }
 }
@@ -196,6 +240,13 @@ async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Respon
         .lock()
         .unwrap()
         .push(format!("{method} {path}?{query}"));
+    let shown = parts.headers.get(header::AUTHORIZATION);
+    let shown = shown.map(|value| value.to_str().unwrap());
+    if let Some(token) = cluster.token
+        && shown != Some(&format!("Bearer {token}"))
+    {
+        return refuse(&status(401, "Unauthorized", "Unauthorized", None));
+    }
     if let Some(code) = fault(&cluster, &method, &path, &query) {
         let (reason, message) = match code {
             429 => ("TooManyRequests", "storage is (re)initializing"),
