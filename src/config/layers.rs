@@ -318,6 +318,8 @@ fn every_key() -> RunConfig {
     config.trainer.off_policy_threshold = Some(1.0);
     config.trainer.overlong_limit = Some(1);
     config.eval.limit = Some(1);
+    config.actor.root = Some(String::new());
+    config.actor.repositories = Some(std::path::PathBuf::new());
     config
 }
 

@@ -12,6 +12,7 @@
 //! The names are those of TRL, verl and vLLM where they agree; `trainer.clip_low` and `clip_high`
 //! are TRL's `epsilon` and `epsilon_high`, `rollout.group_size` its `num_generations`.
 
+mod actor;
 mod environment;
 mod error;
 mod layers;
@@ -32,6 +33,7 @@ use crate::grader::RewardTerms;
 use crate::sandbox::{Meter, Restore, RuntimeName};
 use crate::task::Split;
 
+pub use actor::{ActorBackendName, ActorConfig, SwebenchBonusConfig};
 pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
 pub use layers::sets_name_environments;
@@ -82,6 +84,8 @@ pub struct RunConfig {
     pub reward: RewardTerms,
     /// What the policy's code may use.
     pub sandbox: SandboxConfig,
+    /// Where tasks that need a shell or a repository run.
+    pub actor: ActorConfig,
     /// How the policy is updated.
     pub trainer: TrainerConfig,
     /// How the policy is measured.

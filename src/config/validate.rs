@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::environment;
 use super::{
     ComputeDtype, ConfigError, Dtype, Issue, Response, RewardAggregation, RunConfig,
     SamplerCorrection, TrainMode,
 };
+use super::{actor, environment};
 use crate::address::shown;
 use crate::grader::RewardTerms;
 use crate::sandbox::RuntimeName;
@@ -106,6 +106,7 @@ impl RunConfig {
         validate_reward(&self.reward, "reward", &mut issues);
         environment::validate(self, &mut issues);
         self.validate_sandbox(&mut issues);
+        actor::validate(self, &mut issues);
         self.validate_trainer(&mut issues);
         self.validate_eval(&mut issues);
         self.validate_watch(&mut issues);

@@ -7,6 +7,7 @@
 mod agents;
 mod ahead;
 mod algorithm;
+mod backend;
 mod curriculum;
 mod demos;
 mod draw;
@@ -29,6 +30,7 @@ mod train;
 mod watch;
 mod workbench;
 
+pub use self::backend::open_backend;
 pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
 pub use self::evaluate::{by_environment, evaluate};

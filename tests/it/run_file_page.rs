@@ -18,9 +18,10 @@ The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 4] = [
+const SOURCES: [&str; 5] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
+    "src/config/actor.rs",
     "src/config/remote.rs",
     "src/grader/reward.rs",
 ];

@@ -173,6 +173,11 @@ fn name_from_anywhere(config: &mut RunConfig) {
             *path = absolute.to_owned();
         }
     }
+    if let Some(root) = config.actor.root.as_mut().filter(|root| *root != "host")
+        && let Ok(absolute) = std::path::absolute(&*root)
+    {
+        *root = absolute.to_string_lossy().into_owned();
+    }
     let mounts = config.rollout.agent.iter_mut();
     let mounts = mounts.flat_map(|agent| &mut agent.mounts);
     let environments = config.environments.values_mut();
@@ -186,6 +191,7 @@ fn name_from_anywhere(config: &mut RunConfig) {
         .wheels
         .iter_mut()
         .chain(mounts)
+        .chain(&mut config.actor.repositories)
         .chain(certificates)
     {
         if let Ok(absolute) = std::path::absolute(&*path) {

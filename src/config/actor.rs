@@ -1,0 +1,209 @@
+//! Actors: where tasks that need a shell or a repository run.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use super::validate::Issues;
+use super::{RunConfig, units};
+
+/// The longest command that a run file may allow.
+const MAX_TIMEOUT: Duration = Duration::from_hours(2);
+/// More rollouts than any machine has memory for the actors of.
+const MAX_ACTORS: usize = 4096;
+
+/// Where the tasks of Harbor and SWE-bench run: in actors, small Linuxes with a shell and without a network
+/// (docs/heavy-tier.md). Other tasks have none and need none of this.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ActorConfig {
+    /// What keeps their programs in; `auto` unless given.
+    pub backend: ActorBackendName,
+    /// What actors start from: `host` for the programs of this machine, or a folder with a root filesystem. It
+    /// stands in for the image of every task. Unless given, each task starts from its own image, which backends
+    /// of this machine do not have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub root: Option<String>,
+    /// A folder with `ID/testbed`, the repository at its base, and `ID/deps`, what its tests need, for each
+    /// instance of SWE-bench; in the image unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repositories: Option<PathBuf>,
+    /// Rollouts that have an actor at a time; 8 unless given. Others wait for one, at their first call of a tool.
+    /// A verifier of its own is one more for as long as it takes.
+    pub max_actors: usize,
+    /// Memory of an actor, where its task does not say; 2GiB unless given.
+    #[serde(with = "units::byte_size")]
+    pub memory: ByteSize,
+    /// What an actor may write to files, where its task does not say; 2GiB unless given.
+    #[serde(with = "units::byte_size")]
+    pub disk: ByteSize,
+    /// Processes and threads of an actor at a time; 512 unless given.
+    pub processes: u32,
+    /// The longest that a command of the policy may take; 1m unless given. What it started ends with it, and
+    /// the policy is told.
+    #[serde(with = "units::duration")]
+    pub command_timeout: Duration,
+    /// The longest that the tests of an instance of SWE-bench may take; 30m unless given.
+    #[serde(with = "units::duration")]
+    pub test_timeout: Duration,
+    /// What a patch of SWE-bench earns besides the 1 for resolving its issue.
+    pub bonus: SwebenchBonusConfig,
+}
+
+impl Default for ActorConfig {
+    fn default() -> Self {
+        Self {
+            backend: ActorBackendName::Auto,
+            root: None,
+            repositories: None,
+            max_actors: 8,
+            memory: ByteSize::gib(2),
+            disk: ByteSize::gib(2),
+            processes: 512,
+            command_timeout: Duration::from_mins(1),
+            test_timeout: Duration::from_mins(30),
+            bonus: SwebenchBonusConfig::default(),
+        }
+    }
+}
+
+/// A way to run actors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActorBackendName {
+    /// The strongest that is there, and none that is weaker than gVisor.
+    #[default]
+    Auto,
+    /// gVisor on this machine; needs root.
+    Runsc,
+    /// Namespaces of this machine's kernel: weaker, for programs that one would run anyway.
+    Bwrap,
+}
+
+impl ActorBackendName {
+    /// Returns the name as it is written.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Runsc => "runsc",
+            Self::Bwrap => "bwrap",
+        }
+    }
+}
+
+/// Rewards of SWE-bench on top of the 1 for a patch that resolves its issue, each off unless given.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SwebenchBonusConfig {
+    /// For fewer changed lines than the reference; 0 unless given, 0.1 is usual.
+    pub smaller_patch: f64,
+    /// For tests that take less time than with the reference, which are then run once for each instance; 0
+    /// unless given, 0.05 is usual.
+    pub faster_tests: f64,
+}
+
+/// Checks what a run says of actors.
+pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
+    let actor = &run.actor;
+    let key = |key: &str| format!("actor.{key}");
+    issues.require(
+        (1..=MAX_ACTORS).contains(&actor.max_actors),
+        key("max_actors"),
+        actor.max_actors,
+        "make it from 1 to 4096",
+    );
+    issues.require(
+        actor.root.as_deref() != Some(""),
+        key("root"),
+        "",
+        "give `host` or a folder, or leave it out",
+    );
+    for (name, size) in [("memory", actor.memory), ("disk", actor.disk)] {
+        issues.require(
+            (ByteSize::mib(64)..=ByteSize::tib(1)).contains(&size),
+            key(name),
+            size,
+            "make it from 64MiB, which a shell and its tools need, to 1TiB",
+        );
+    }
+    issues.require(
+        (16..=1 << 20).contains(&actor.processes),
+        key("processes"),
+        actor.processes,
+        "make it from 16 to 1048576",
+    );
+    for (name, time) in [
+        ("command_timeout", actor.command_timeout),
+        ("test_timeout", actor.test_timeout),
+    ] {
+        issues.require(
+            (Duration::from_secs(1)..=MAX_TIMEOUT).contains(&time),
+            key(name),
+            format!("{time:?}"),
+            "make it from 1s to 2h",
+        );
+    }
+    for (name, bonus) in [
+        ("bonus.smaller_patch", actor.bonus.smaller_patch),
+        ("bonus.faster_tests", actor.bonus.faster_tests),
+    ] {
+        issues.require(
+            bonus >= 0.0 && bonus.is_finite(),
+            key(name),
+            bonus,
+            "make it at least 0",
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ConfigError;
+
+    fn load(text: &str) -> Result<RunConfig, ConfigError> {
+        let text = format!("model.path = 'm'\ntask.path = 't'\n{text}");
+        RunConfig::from_toml::<&str>(&text, &[])
+    }
+
+    #[test]
+    fn actors_read_back() {
+        let config = load(
+            "[actor]\nbackend = 'bwrap'\nroot = 'host'\nrepositories = '/r'\nmax_actors = 3\n\
+             memory = '1GiB'\ncommand_timeout = '10s'\nbonus = { smaller_patch = 0.1 }",
+        )
+        .unwrap();
+        assert_eq!(config.actor.backend, ActorBackendName::Bwrap);
+        assert_eq!(config.actor.bonus.smaller_patch, 0.1);
+        let again = RunConfig::from_toml::<&str>(&config.to_toml().unwrap(), &[]).unwrap();
+        assert_eq!(config, again);
+        assert_eq!(load("").unwrap().actor, ActorConfig::default());
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named_with_its_key() {
+        for (text, key) in [
+            ("actor.max_actors = 0", "actor.max_actors"),
+            ("actor.root = ''", "actor.root"),
+            ("actor.memory = '1MiB'", "actor.memory"),
+            ("actor.disk = '1MiB'", "actor.disk"),
+            ("actor.processes = 1", "actor.processes"),
+            ("actor.command_timeout = '0s'", "actor.command_timeout"),
+            ("actor.test_timeout = '3h'", "actor.test_timeout"),
+            ("actor.bonus.faster_tests = -1", "actor.bonus.faster_tests"),
+        ] {
+            match load(text) {
+                Err(ConfigError::Invalid { issues }) => {
+                    let keys: Vec<&str> = issues.iter().map(|issue| issue.key.as_str()).collect();
+                    assert_eq!(keys, [key], "{text}");
+                }
+                other => panic!("{text}: {other:?}"),
+            }
+        }
+        let error = load("actor.backend = 'docker'").unwrap_err().to_string();
+        assert!(error.contains("actor.backend"), "{error}");
+    }
+}
