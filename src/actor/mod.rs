@@ -59,6 +59,10 @@ pub trait ActorBackend: std::fmt::Debug + Send + Sync {
     ///
     /// Fails where the spec asks for what the backend cannot give, and where the actor cannot be started.
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError>;
+
+    /// Ends every actor at once, also those that a command runs in, as far as the backend can: a run that is to
+    /// end does not wait for what its guests do. Commands then end as [`Ending::Killed`].
+    fn shut_down(&self) {}
 }
 
 /// One running machine. Dropping it destroys it; [`Self::destroy`] says what went wrong with that.

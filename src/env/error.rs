@@ -27,6 +27,15 @@ pub enum EnvError {
         /// How the program ended.
         exit: Exit,
     },
+    /// An actor failed.
+    #[error("the actor of task `{task}` failed")]
+    Actor {
+        /// The task's id.
+        task: String,
+        /// What failed.
+        #[source]
+        source: crate::actor::ActorError,
+    },
     /// An environment elsewhere failed, or the way there.
     #[error(transparent)]
     Remote {

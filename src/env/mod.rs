@@ -8,8 +8,7 @@
 //!
 //! [`ToolEnvironment`] is the environment of program tasks: `run_python` runs a draft in a fresh
 //! sandbox, `submit_solution` ends the episode with a grade from another instance. Environments of other
-//! servers are in `openenv::client`. [`actors`] judges what needs a shell,
-//! in the heavy tier.
+//! servers are in `openenv::client`. [`actors`] has those of tasks that need a shell, in the heavy tier.
 
 pub mod actors;
 mod error;
@@ -70,12 +69,18 @@ pub struct EpisodeStats {
     pub tool_calls: u32,
     /// Calls that could not be parsed, named no tool, lacked an argument, or ran code that failed.
     pub tool_failures: u32,
+    /// Seconds until an actor was there, for environments that have one.
+    pub start_seconds: f64,
     /// Seconds in tools.
     pub tool_seconds: f64,
     /// Seconds in the grader.
     pub grade_seconds: f64,
     /// Fuel that the policy's code burnt, in tools and while it was graded.
     pub fuel: u64,
+    /// Commands that took too long, in an actor.
+    pub commands_timed_out: u32,
+    /// Actors that the policy brought down.
+    pub actors_lost: u32,
 }
 
 /// One episode of one task.

@@ -44,7 +44,9 @@ pub use harbor::{
     ErrorPolicy, MAX_REWARD_BYTES, RewardFault, Rewards, Verification, VerifyJob, harbor_verdict,
     verify,
 };
-pub use place::{GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox};
+pub use place::{
+    GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+};
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
 pub use registry::{GRADERS, GraderRegistry};
 pub use reward::{RewardTerms, Score, SubmissionFacts};

@@ -54,6 +54,15 @@ impl GradingCommand {
     }
 }
 
+/// A file for a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GradingFile {
+    /// What is in it.
+    pub content: Vec<u8>,
+    /// Whether it can be run.
+    pub executable: bool,
+}
+
 /// How a command ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GradingEnd {
@@ -104,6 +113,17 @@ pub trait GradingSandbox {
     ///
     /// Fails where it cannot be written.
     fn put(&self, path: &str, content: &[u8]) -> Result<(), GradingFault>;
+
+    /// Writes files below a folder, by their paths in it, all at once.
+    ///
+    /// # Errors
+    ///
+    /// Fails where one cannot be written.
+    fn put_all(
+        &self,
+        folder: &str,
+        files: &IndexMap<String, GradingFile>,
+    ) -> Result<(), GradingFault>;
 
     /// Reads a file; nothing where there is none.
     ///

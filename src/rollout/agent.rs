@@ -346,6 +346,9 @@ impl Episode {
 
     fn use_stats(&mut self, stats: EpisodeStats) {
         let usage = &mut self.trajectory.usage;
+        usage.start_seconds = stats.start_seconds;
+        usage.commands_timed_out = stats.commands_timed_out;
+        usage.actors_lost = stats.actors_lost;
         usage.tool_seconds = stats.tool_seconds;
         usage.grade_seconds = stats.grade_seconds;
         usage.fuel = stats.fuel;

@@ -214,11 +214,17 @@ type Answered = (SequenceId, Running, Option<Vec<Message>>);
 
 /// Ends an episode whose context is full, on the tools' threads.
 fn close(id: SequenceId, mut running: Running, sender: mpsc::Sender<Answered>) {
-    spawn_tools(move || {
+    let waits = running.episode.environment().waits();
+    let run = move || {
         running.episode.close();
         // The receiver is gone only when the collection failed; then nobody waits.
         let _ = sender.send((id, running, None));
-    });
+    };
+    if waits {
+        spawn_waiting(run);
+    } else {
+        spawn_tools(run);
+    }
 }
 
 impl<'a> Collector<'a> {

@@ -61,3 +61,10 @@ fn open(name: ActorBackendName) -> Result<Arc<dyn ActorBackend>, ActorError> {
         ActorBackendName::Bwrap => Arc::new(BwrapBackend::open(None)?),
     })
 }
+
+/// Whether the actors of a backend can start from an image of a registry.
+pub(super) fn has_images(name: ActorBackendName) -> bool {
+    match name {
+        ActorBackendName::Auto | ActorBackendName::Runsc | ActorBackendName::Bwrap => false,
+    }
+}

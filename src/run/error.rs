@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::actor::ActorError;
 use crate::chat::ChatError;
 use crate::collective::CollectiveError;
 use crate::config::ConfigError;
@@ -22,6 +23,15 @@ pub enum RunError {
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The tasks need actors, and there are none for them.
+    #[error(transparent)]
+    Actor(#[from] ActorError),
+    /// The tasks are worked on with tools, and the model knows none.
+    #[error(
+        "these tasks are worked on with the tools `bash`, `edit` and `submit`, and the model's chat template \
+         knows no tools; take a model whose template does"
+    )]
+    NoToolsForActors,
     /// The tasks cannot be read.
     #[error(transparent)]
     Task(#[from] TaskError),
@@ -395,6 +405,8 @@ impl RunError {
         match self {
             Self::Config(_)
             | Self::Task(_)
+            | Self::Actor(_)
+            | Self::NoToolsForActors
             | Self::Hub(_)
             | Self::NoTasks { .. }
             | Self::MemoryBudget { .. }

@@ -33,6 +33,7 @@ pub fn evaluate(
     ranks: &dyn Collective,
     observer: &mut Observer<'_>,
 ) -> Result<EvalReport, RunError> {
+    workbench.admit(config, tasks.tasks().iter())?;
     let tasks = &tasks.tasks()[ranks.share(tasks.len())];
     let at_once = workbench.episodes_at_once(EPISODES_AT_ONCE, ranks.world_size());
     let own = measure_share(

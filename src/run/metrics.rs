@@ -133,6 +133,39 @@ pub(super) struct EpisodeMetrics {
     pub(super) tool_seconds: f64,
     #[serde(rename = "sandbox/grade_seconds")]
     pub(super) grade_seconds: f64,
+    /// Of steps with tasks in actors.
+    #[serde(flatten)]
+    pub(super) actors: Option<ActorMetrics>,
+}
+
+/// What a step's actors cost, and how they ended.
+#[derive(Debug, Serialize)]
+pub(super) struct ActorMetrics {
+    /// Until the actors of all episodes were there.
+    #[serde(rename = "actor/start_seconds")]
+    start_seconds: f64,
+    /// Episodes that had one.
+    #[serde(rename = "actor/started")]
+    started: usize,
+    /// Commands that took too long.
+    #[serde(rename = "actor/commands_timed_out")]
+    commands_timed_out: u32,
+    /// Actors that the policy brought down.
+    #[serde(rename = "actor/lost")]
+    lost: u32,
+}
+
+impl ActorMetrics {
+    fn new(episodes: &[&Trajectory]) -> Option<Self> {
+        let usage = || episodes.iter().map(|episode| &episode.usage);
+        let metrics = Self {
+            start_seconds: usage().map(|usage| usage.start_seconds).sum(),
+            started: usage().filter(|usage| usage.start_seconds > 0.0).count(),
+            commands_timed_out: usage().map(|usage| usage.commands_timed_out).sum(),
+            lost: usage().map(|usage| usage.actors_lost).sum(),
+        };
+        (metrics.started > 0).then_some(metrics)
+    }
 }
 
 impl EpisodeMetrics {
@@ -180,6 +213,7 @@ impl EpisodeMetrics {
                 .count(),
             tool_seconds: sum(&episodes, &|episode| episode.usage.tool_seconds),
             grade_seconds: sum(&episodes, &|episode| episode.usage.grade_seconds),
+            actors: ActorMetrics::new(&episodes),
         }
     }
 }

@@ -4,6 +4,7 @@
 //! the grader. On it, [`train`] runs GRPO, [`sft`] imitates demonstrations or a run's own
 //! episodes ([`accept_rollouts`]) and [`evaluate`] measures. Progress goes to the caller as [`RunEvent`]s; nothing here prints.
 
+mod actors;
 mod agents;
 mod ahead;
 mod algorithm;

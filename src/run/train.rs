@@ -262,6 +262,7 @@ fn train_together(
     let mix = Mix::open(config)?;
     let held_out = evaluation_tasks(config)?;
     mix.check_held_out(&held_out)?;
+    workbench.admit(config, mix.tasks().chain(held_out.tasks()))?;
     let mut engine = new_engine(config, policy)?;
     let tasks = TaskDigests {
         training: mix.digest(),

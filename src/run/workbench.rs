@@ -6,18 +6,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::RunError;
+use super::actors::Actors;
 use super::mix::{environment_of, of_each_environment};
 use super::policy::Policy;
 use super::remote::RemoteSetting;
 use crate::chat::{RenderOptions, ToolCallFormat, ToolSpec};
 use crate::config::{EnvironmentConfig, RunConfig};
 use crate::engine::{SamplingParams, ThinkingBudget};
+use crate::env::actors::ActorSettings;
 use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
 use crate::hub::Hub;
 use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest};
 use crate::sandbox::{Limits, Sandbox};
-use crate::task::{GraderChoice, Split, Task, TaskError, TaskOptions, TaskSet, TaskSource};
+use crate::task::{
+    GraderChoice, Split, Task, TaskError, TaskOptions, TaskSet, TaskSource, is_harbor_folder,
+};
 
 /// Tells a model without tools in its chat template how to answer.
 const CODE_BLOCK_PROMPT: &str = "You are a Python programmer. Answer with one Python code block, \
@@ -38,6 +42,8 @@ pub struct Programs {
 pub struct Workbench {
     /// None where all environments are elsewhere.
     programs: Option<Programs>,
+    /// Shared by all clones: the last one ends them.
+    actors: Arc<Actors>,
     setting: Setting,
     /// Those of environments, by name.
     environments: BTreeMap<String, Setting>,
@@ -59,6 +65,8 @@ struct Setting {
     code: Arc<ToolEnvironmentConfig>,
     /// For tasks that ask for a text.
     text: Arc<ToolEnvironmentConfig>,
+    /// For tasks that need a shell.
+    actor: Arc<ActorSettings>,
     max_new_tokens: usize,
     /// Where they go on elsewhere.
     remote: Option<RemoteSetting>,
@@ -89,6 +97,7 @@ impl Setting {
         Ok(Self {
             code: Arc::new(code),
             text: Arc::new(text),
+            actor: Arc::new(Actors::settings(config)),
             max_new_tokens: config.rollout.max_new_tokens,
             remote: RemoteSetting::connect(config, knows_tools && offers_tools)?,
         })
@@ -145,6 +154,7 @@ impl Workbench {
         let environments = config.environments.iter().map(setting);
         Ok(Self {
             programs,
+            actors: Arc::new(Actors::new(&config.actor)),
             setting: Setting::new(config, use_tools, true)?,
             environments: environments.collect::<Result<_, RunError>>()?,
             render: RenderOptions {
@@ -162,13 +172,30 @@ impl Workbench {
         })
     }
 
+    /// Makes ready for `tasks`: opens what runs their actors, where they need some.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a task cannot be run here, and where the run asks for what does not go with it.
+    pub fn admit<'t>(
+        &self,
+        config: &RunConfig,
+        tasks: impl Iterator<Item = &'t Task>,
+    ) -> Result<(), RunError> {
+        self.actors.admit(config, tasks)?;
+        match self.use_tools || !self.actors.are_open() {
+            true => Ok(()),
+            false => Err(RunError::NoToolsForActors),
+        }
+    }
+
     /// Returns how many of `most` episodes a measurement may have at one time in each of so many processes:
     /// each of an environment elsewhere has a session there, for which a server that has room for a step's
-    /// needs no more.
+    /// needs no more, and each in an actor waits for one.
     #[must_use]
     pub fn episodes_at_once(&self, most: usize, processes: usize) -> usize {
         let mut settings = self.environments.values().chain([&self.setting]);
-        match settings.any(|setting| setting.remote.is_some()) {
+        match self.actors.are_open() || settings.any(|setting| setting.remote.is_some()) {
             true => most.min((self.max_episodes / processes.max(1)).max(1)),
             false => most,
         }
@@ -219,8 +246,8 @@ impl Workbench {
     ///
     /// # Panics
     ///
-    /// Panics where the task is none of an environment elsewhere, and the run was given no place for programs
-    /// since it has no others.
+    /// Panics where the task needs an actor and was not [admitted](Self::admit), and where it is none of an
+    /// environment elsewhere and the run was given no place for programs since it has no others.
     #[must_use]
     pub fn group(
         &self,
@@ -240,6 +267,14 @@ impl Workbench {
                 first_sample: 0,
                 max_new_tokens: Some(setting.max_new_tokens),
                 environments: remote.episodes(&task, samples, seed, visit),
+            };
+        }
+        if let Some(environments) = self.actors.episodes(&task, samples, &setting.actor) {
+            return GroupRequest {
+                task_id: task.id.clone(),
+                visit,
+                max_new_tokens: Some(setting.max_new_tokens),
+                environments,
             };
         }
         let config = match task.submission_kind() {
@@ -322,7 +357,7 @@ pub fn evaluation_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     let task = &config.task;
     let (path, key, split) = match &task.eval_path {
         // A file of its own is read whole; a folder holds splits.
-        Some(path) if Path::new(path).is_file() => (path, "task.eval_path", task.eval_split),
+        Some(path) if is_whole(Path::new(path)) => (path, "task.eval_path", task.eval_split),
         Some(path) => (
             path,
             "task.eval_path",
@@ -354,7 +389,7 @@ fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
     let path = Path::new(&task.path);
     let names_splits =
         task.split.is_some() || task.eval_split.is_some() || task.eval_path.is_some();
-    if names_splits || !path.is_file() {
+    if names_splits || !is_whole(path) {
         return Ok(None);
     }
     let all = TaskSet::open_with(path, &task_options(config, None)?)?;
@@ -370,6 +405,11 @@ fn divided(config: &RunConfig) -> Result<Option<(TaskSet, TaskSet)>, RunError> {
         });
     }
     Ok(Some((training, held_out)))
+}
+
+/// Whether what is there has no splits: a file, or a folder of Harbor's tasks.
+fn is_whole(path: &Path) -> bool {
+    path.is_file() || path.is_dir() && is_harbor_folder(path)
 }
 
 fn open(

@@ -69,6 +69,10 @@ pub enum TaskError {
         remedy: &'static str,
     },
 
+    /// A folder of Harbor's tasks, or one of them, cannot be used.
+    #[error(transparent)]
+    Harbor(Box<super::harbor::HarborError>),
+
     // === Files ===
     /// The file could not be read.
     #[error("reading task file `{path}`")]
@@ -232,6 +236,12 @@ pub enum TaskError {
         /// The id.
         id: String,
     },
+}
+
+impl From<super::harbor::HarborError> for TaskError {
+    fn from(error: super::harbor::HarborError) -> Self {
+        Self::Harbor(Box::new(error))
+    }
 }
 
 fn with_article(key: &str) -> String {

@@ -21,7 +21,8 @@
 //! | one's own | `grader` | the one named |
 //!
 //! Rows for an environment elsewhere ([`TaskOptions::remote`]) have no schema: they say how it is reset.
-//! Tasks that need a sandbox of their own, with a shell, are read by [`harbor`] and [`swebench`].
+//! Tasks that need a sandbox of their own, with a shell, are read by [`harbor`] and [`swebench`], and are tasks of
+//! a set like any other ([`RepositoryTask`]): a folder of Harbor's, or rows with `FAIL_TO_PASS`.
 
 mod answers;
 mod contest;
@@ -34,6 +35,7 @@ mod mbpp;
 mod own;
 mod python;
 mod remote;
+mod repository;
 mod rows;
 mod schema;
 mod set;
@@ -42,6 +44,7 @@ pub mod swebench;
 mod validation;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -52,6 +55,7 @@ use crate::grader::{
 
 pub use error::TaskError;
 pub use remote::ResetRow;
+pub use repository::{RepositoryTask, is_harbor_folder};
 pub use set::{TaskRow, TaskSet, epoch_order};
 pub use source::{Split, TaskSource};
 pub use validation::{Finding, FindingKind, TaskReport, validate};
@@ -125,6 +129,9 @@ pub struct Task {
     pub reward: Option<RewardTerms>,
     /// The weight of each test in `test_fraction`; 1 where there is none.
     pub test_weights: Vec<f64>,
+    /// What is worked on in a sandbox with a shell, and judged there; for such tasks alone.
+    #[serde(skip)]
+    pub repository: Option<Arc<RepositoryTask>>,
 }
 
 impl Default for Task {
@@ -142,6 +149,7 @@ impl Default for Task {
             options: Map::new(),
             reward: None,
             test_weights: Vec::new(),
+            repository: None,
         }
     }
 }

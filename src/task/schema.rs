@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::fields::Fields;
+use super::swebench::SwebenchInstance;
 use super::{
     GraderChoice, Task, TaskError, TaskOptions, answers, contest, humaneval, mbpp, own, remote,
 };
@@ -27,6 +28,10 @@ pub(super) fn parse(
     let named = fields.optional_text("grader")?.map(GraderChoice::Name);
     if let Some(grader) = options.grader.as_ref().or(named.as_ref()) {
         return own::parse(fields, grader, options);
+    }
+    if fields.has("FAIL_TO_PASS") {
+        let instance = SwebenchInstance::read(path, row, map)?;
+        return Ok(Task::of_swebench(instance, map));
     }
     if fields.has("canonical_solution") {
         return humaneval::parse(fields);

@@ -8,8 +8,9 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng as _;
 use serde_json::Value;
 
+use super::repository::{harbor_tasks, is_harbor_folder};
 use super::rows::read_rows;
-use super::{Split, Task, TaskError, TaskOptions, schema};
+use super::{RepositoryTask, Split, Task, TaskError, TaskOptions, schema, swebench};
 
 /// A row of a task file.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub struct TaskSet {
 
 impl TaskSet {
     /// Reads the tasks at `path`, showing the policy `visible_tests` tests of each.
+    ///
+    /// A folder of Harbor's tasks, or one of them, is read whole; it has no splits.
     ///
     /// A file (`.json` with an array of rows, `.jsonl`, `.parquet`) is read whole without a split;
     /// with one, its rows are chosen by the published ranges of MBPP's `task_id`
@@ -72,6 +75,17 @@ impl TaskSet {
     /// Fails when nothing is there, when a file cannot be read, or when no row is left.
     pub fn rows(path: &Path, options: &TaskOptions) -> Result<Vec<TaskRow>, TaskError> {
         let split = options.split;
+        if path.is_dir() && is_harbor_folder(path) {
+            if let Some(split) = split {
+                return Err(TaskError::NoSplit {
+                    path: path.to_owned(),
+                    split: split.to_string(),
+                    available: "Harbor's tasks, which have none: leave the split out".to_owned(),
+                });
+            }
+            let rows = harbor_tasks(path)?.map(|(row, task)| TaskRow { row, task });
+            return Ok(rows.collect());
+        }
         let files = if path.is_dir() {
             split_files(path, split.unwrap_or(Split::Train))?
         } else if path.exists() {
@@ -155,9 +169,15 @@ impl TaskSet {
     /// Divides the tasks into those to learn from and a fifth, at least one, to measure on.
     ///
     /// The fifth is chosen by a hash of the ids, so it is the same in every run and does not depend
-    /// on the order of the file.
+    /// on the order of the file. Of instances of SWE-bench each repository gives its share
+    /// ([`swebench::divide`], with the seed 0).
     #[must_use]
     pub fn divide(self) -> (Self, Self) {
+        if let Some(instances) = self.instances() {
+            let chosen = swebench::held_out(instances.into_iter(), (self.len() / 5).max(1), 0);
+            let is_held_out = |task: &Task| chosen.contains(&task.id);
+            return self.parted(is_held_out);
+        }
         let mut ranked: Vec<_> = (self.tasks.iter())
             .map(|task| {
                 (
@@ -168,7 +188,22 @@ impl TaskSet {
             .collect();
         ranked.sort_unstable();
         ranked.truncate((self.tasks.len() / 5).max(1));
-        let is_held_out = |task: &Task| ranked.iter().any(|(_, id)| *id == task.id);
+        self.parted(|task: &Task| ranked.iter().any(|(_, id)| *id == task.id))
+    }
+
+    /// Returns the ids of a set of SWE-bench, each with its repository.
+    fn instances(&self) -> Option<Vec<(&str, &str)>> {
+        (self.tasks.iter())
+            .map(|task| match task.repository.as_deref() {
+                Some(RepositoryTask::Swebench(instance)) => {
+                    Some((task.id.as_str(), instance.repo.as_str()))
+                }
+                _ => None,
+            })
+            .collect()
+    }
+
+    fn parted(self, is_held_out: impl Fn(&Task) -> bool) -> (Self, Self) {
         let (mut training, mut held_out) = (self.clone(), self);
         training.tasks.retain(|task| !is_held_out(task));
         held_out.tasks.retain(is_held_out);

@@ -133,12 +133,31 @@ pub enum Status {
 pub struct Usage {
     /// Seconds spent waiting for sampled tokens.
     pub generate_seconds: f64,
+    /// Seconds until the episode's actor was there, where it had one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub start_seconds: f64,
     /// Seconds spent in tools.
     pub tool_seconds: f64,
     /// Seconds spent scoring.
     pub grade_seconds: f64,
     /// Fuel burnt by the policy's code, in tools and while it was scored.
     pub fuel: u64,
+    /// Commands in an actor that took too long.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub commands_timed_out: u32,
+    /// Actors that the policy brought down.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub actors_lost: u32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "how serde calls it")]
+fn is_zero(seconds: &f64) -> bool {
+    *seconds == 0.0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "how serde calls it")]
+fn is_none(count: &u32) -> bool {
+    *count == 0
 }
 
 #[cfg(test)]

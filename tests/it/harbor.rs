@@ -551,7 +551,7 @@ fn a_part_gives_its_verifier_tests_and_variables() {
     let lookup = |name: &str| (name == "HOST").then(|| "host".to_owned());
     let job = task.parts[0].verify_job(&task.config, &lookup).unwrap();
     let tests: Vec<(&str, &[u8])> = (job.tests.iter())
-        .map(|(path, content)| (path.as_str(), content.as_slice()))
+        .map(|(path, file)| (path.as_str(), file.content.as_slice()))
         .collect();
     assert_eq!(
         tests,

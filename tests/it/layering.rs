@@ -30,7 +30,10 @@ const LAYERS: &[(&str, &[&str])] = &[
         "proxy",
         &["address", "chat", "engine", "http", "openai", "trajectory"],
     ),
-    ("env", &["actor", "chat", "grader", "sandbox", "task"]),
+    (
+        "env",
+        &["actor", "causes", "chat", "grader", "sandbox", "task"],
+    ),
     (
         "openenv",
         &[

@@ -12,7 +12,7 @@ mod arguments;
 mod usage;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -57,6 +57,8 @@ struct Machine {
     run: RunFolder,
     /// Folders so far.
     count: AtomicU64,
+    /// Whether the run ends, and every command with it.
+    is_over: AtomicBool,
 }
 
 impl BwrapBackend {
@@ -96,6 +98,7 @@ impl BwrapBackend {
                 guest,
                 run,
                 count: AtomicU64::new(0),
+                is_over: AtomicBool::new(false),
             }),
         })
     }
@@ -119,6 +122,10 @@ impl ActorBackend for BwrapBackend {
             snapshot_memory: false,
             fork: true,
         }
+    }
+
+    fn shut_down(&self) {
+        self.machine.is_over.store(true, Ordering::Relaxed);
     }
 
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
@@ -386,6 +393,11 @@ impl Shell for BwrapActor {
         let mut over = None;
         let mut next = started;
         let watch = |pid: Pid| {
+            if self.machine.is_over.load(Ordering::Relaxed) {
+                over.get_or_insert_with(|| Ending::Killed {
+                    reason: "the run ends".to_owned(),
+                });
+            }
             if over.is_none() && Instant::now() >= next {
                 over = usage::over(pid, &self.folder, &self.spec.limits);
                 // Counting takes longer the more there is to count.

@@ -126,6 +126,10 @@ impl ActorBackend for RunscBackend {
         }
     }
 
+    fn shut_down(&self) {
+        self.machine.watcher.end_all();
+    }
+
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         spec.check()?;
         let config = self.machine.shared.config(spec)?;

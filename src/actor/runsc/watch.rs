@@ -142,11 +142,19 @@ impl Life {
     }
 }
 
+fn over() -> Ending {
+    Ending::Killed {
+        reason: "the run ends".to_owned(),
+    }
+}
+
 /// Looks at all sandboxes of a backend from a thread of its own.
 #[derive(Debug)]
 pub(super) struct Watcher {
     lives: Arc<Mutex<Vec<Weak<Life>>>>,
     stop: Arc<AtomicBool>,
+    /// Whether the run ends, and every sandbox with it.
+    is_over: AtomicBool,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -173,6 +181,7 @@ impl Watcher {
         Ok(Self {
             lives,
             stop,
+            is_over: AtomicBool::new(false),
             thread: Some(thread),
         })
     }
@@ -180,6 +189,18 @@ impl Watcher {
     pub(super) fn watch(&self, life: &Arc<Life>) {
         let mut lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
         lives.push(Arc::downgrade(life));
+        if self.is_over.load(Ordering::Relaxed) {
+            life.end(over());
+        }
+    }
+
+    /// Ends all sandboxes, and those that are still to come.
+    pub(super) fn end_all(&self) {
+        let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
+        self.is_over.store(true, Ordering::Relaxed);
+        for life in lives.iter().filter_map(Weak::upgrade) {
+            life.end(over());
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! `wardian eval`: pass@k of a model on tasks.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use clap::Args;
@@ -65,10 +66,10 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
                 None => return Ok(ExitStatus::Stopped),
             }
         }
-        None => {
-            let (config, report) = measure(&config_args, printer)?;
-            (config, report, None)
-        }
+        None => match measure(&config_args, printer)? {
+            Some((config, report)) => (config, report, None),
+            None => return Ok(ExitStatus::Stopped),
+        },
     };
     let difference = match &against {
         None => None,
@@ -174,8 +175,11 @@ fn read_report(path: &Path) -> Result<(PathBuf, EvalReport), Failure> {
     Ok((path.to_owned(), report))
 }
 
-/// Measures a model that is loaded here.
-fn measure(args: &ConfigArgs, printer: &Printer) -> Result<(RunConfig, EvalReport), Failure> {
+/// Measures a model that is loaded here; returns nothing where it was stopped.
+fn measure(
+    args: &ConfigArgs,
+    printer: &Printer,
+) -> Result<Option<(RunConfig, EvalReport)>, Failure> {
     // Tasks that are named are measured on, whole; training tasks are not needed.
     let resolved = setup::resolve_for_eval(args)?;
     let programs = setup::programs(&resolved.config, printer)?;
@@ -187,6 +191,12 @@ fn measure(args: &ConfigArgs, printer: &Printer) -> Result<(RunConfig, EvalRepor
     } = setup::load(resolved, programs, false)?;
     let tasks = evaluation_tasks(&config).map_err(Failure::from)?;
     let mut engine = new_engine(&config, &policy).map_err(Failure::from)?;
+    let stop = match (tasks.tasks().iter()).any(|task| task.repository.is_some()) {
+        // Actors are ended in good order.
+        true => setup::stop_on_signals().map_err(Failure::internal)?,
+        // A signal ends it as it ends most programs: nothing is lost.
+        false => Arc::new(AtomicBool::new(false)),
+    };
     let mut progress = Progress::new(printer, "measuring", tasks.len() * config.eval.samples);
     let mut observe = |event: RunEvent<'_>| {
         if let RunEvent::Evaluating { done, .. } = event {
@@ -199,12 +209,13 @@ fn measure(args: &ConfigArgs, printer: &Printer) -> Result<(RunConfig, EvalRepor
         &workbench,
         &mut engine,
         &tasks,
-        // A signal ends it as it ends most programs: nothing is lost.
-        &AtomicBool::new(false),
+        &stop,
         &Solo,
         &mut observe,
-    )
-    .map_err(Failure::from)?;
+    );
     progress.finish();
-    Ok((config, report))
+    match report {
+        Err(error) if error.is_stop() => Ok(None),
+        report => Ok(Some((config, report.map_err(Failure::from)?))),
+    }
 }

@@ -358,6 +358,7 @@ pub(super) fn measure(
         step: 0,
         draw: 0,
     };
+    (workbench.admit(&config, tasks.tasks().iter())).map_err(Failure::from)?;
     let samples = config.eval.samples;
     let requests = tasks.tasks().iter();
     let requests = requests.map(|task| workbench.group(task, samples, seed, 0));

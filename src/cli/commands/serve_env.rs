@@ -159,6 +159,14 @@ impl EnvArgs {
             ..TaskOptions::default()
         };
         let tasks = TaskSet::open_with(path, &options).map_err(Failure::usage)?;
+        if let Some(task) = (tasks.tasks().iter()).find(|task| task.repository.is_some()) {
+            return Err(Failure::usage(anyhow::anyhow!(
+                "task `{}` of `{}` needs a sandbox with a shell, which is not served; `wardian train` and `wardian \
+                 eval` take it",
+                task.id,
+                path.display()
+            )));
+        }
         let stem = path.file_stem().map(|stem| stem.to_string_lossy());
         let name: String = stem
             .unwrap_or_default()

@@ -11,7 +11,7 @@ use crate::actor::{ActorBackend, ActorSpec, RootFs};
 use crate::cli::ExitStatus;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
-use crate::env::actors::grade_instance;
+use crate::env::actors::{Controls, InstanceGrader, TEST_TIMEOUT};
 use crate::grader::VerdictStatus;
 use crate::grader::swebench::SwebenchBonus;
 use crate::task::swebench::SwebenchInstance;
@@ -87,6 +87,7 @@ pub(super) fn run(args: &GradeArgs, printer: &Printer) -> Outcome {
         }
         Backend::Bwrap => Box::new(BwrapBackend::open(None).map_err(Failure::usage)?),
     };
+    let controls = Controls::default();
     let mut is_graded = true;
     for instance in &instances {
         let id = &instance.instance_id;
@@ -102,10 +103,15 @@ pub(super) fn run(args: &GradeArgs, printer: &Printer) -> Outcome {
         for patch in &patches {
             let started = Instant::now();
             let text = patch.text.clone().unwrap_or_else(|| instance.reference());
-            let nonce = format!("{:032x}", rand::random::<u128>());
-            let bonus = SwebenchBonus::default();
-            let grade = grade_instance(backend.as_ref(), &spec, instance, &text, &nonce, bonus)
-                .map_err(Failure::internal)?;
+            let grader = InstanceGrader {
+                backend: backend.as_ref(),
+                spec: &spec,
+                instance,
+                bonus: SwebenchBonus::default(),
+                timeout: TEST_TIMEOUT,
+                controls: &controls,
+            };
+            let grade = grader.grade(&text).map_err(Failure::internal)?;
             is_graded &= grade.verdict.status != VerdictStatus::InfraError;
             let seconds = (started.elapsed().as_secs_f64() * 1e3).round() / 1e3;
             printer

@@ -20,7 +20,7 @@ pub struct KeptArtifact {
     pub source: PathBuf,
     /// Where it belongs, below the folder of the trial's artifacts.
     pub destination: PathBuf,
-    /// What was there, or why it could not be had.
+    /// What was there, or why it could not be had: nothing was there, or what the agent left cannot be taken.
     pub tree: Result<FileTree, ActorError>,
 }
 
@@ -72,10 +72,10 @@ pub fn judge_trial(
         let verification = verify(&ActorSandbox::new(agent), job);
         return Ok(HarborJudgement {
             verification,
-            artifacts: artifacts(agent),
+            artifacts: artifacts(agent)?,
         });
     }
-    let artifacts = artifacts(agent);
+    let artifacts = artifacts(agent)?;
     let verifier = backend.create(spec)?;
     for artifact in &artifacts {
         if let Ok(tree) = &artifact.tree {
@@ -130,7 +130,14 @@ fn without_ways_out(tree: &FileTree) -> Result<FileTree, ActorError> {
 }
 
 /// Reads what is to be kept of an actor.
-fn keep<'a>(agent: &dyn Actor, artifacts: impl Iterator<Item = &'a Artifact>) -> Vec<KeptArtifact> {
+///
+/// # Errors
+///
+/// Fails where the actor does by our fault; what the agent brought about is in what is kept.
+fn keep<'a>(
+    agent: &dyn Actor,
+    artifacts: impl Iterator<Item = &'a Artifact>,
+) -> Result<Vec<KeptArtifact>, ActorError> {
     let declared: Vec<&Artifact> = artifacts.collect();
     let has_convention =
         (declared.iter()).any(|artifact| artifact.source().trim_end_matches('/') == CONVENTION);
@@ -146,11 +153,15 @@ fn keep<'a>(agent: &dyn Actor, artifacts: impl Iterator<Item = &'a Artifact>) ->
             let destination = destination
                 .unwrap_or_else(|| artifact.source())
                 .trim_start_matches('/');
-            KeptArtifact {
-                destination: PathBuf::from(destination),
-                tree: (agent.get(&source, TreeLimits::default()))
-                    .and_then(|tree| without(tree, exclude)),
-                source,
+            let tree =
+                (agent.get(&source, TreeLimits::default())).and_then(|tree| without(tree, exclude));
+            match tree {
+                Err(error) if !error.is_guests_doing() => Err(error),
+                tree => Ok(KeptArtifact {
+                    destination: PathBuf::from(destination),
+                    tree,
+                    source,
+                }),
             }
         })
         .collect()

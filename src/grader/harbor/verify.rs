@@ -5,7 +5,9 @@ use std::time::Duration;
 use indexmap::IndexMap;
 
 use super::rewards::{MAX_REWARD_BYTES, RewardFault, Rewards};
-use crate::grader::{GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox};
+use crate::grader::{
+    GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+};
 
 /// How long one step besides the verifier itself may take.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -58,7 +60,7 @@ const RUN: &str = r#"chmod +x -- "$1" && exec "$1" 2>&1"#;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifyJob {
     /// Files for `/tests`, by their path in it; none where the image holds them.
-    pub tests: IndexMap<String, Vec<u8>>,
+    pub tests: IndexMap<String, GradingFile>,
     /// The script, in the sandbox.
     pub script: String,
     /// Variables of the script.
@@ -126,10 +128,10 @@ fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<(), Stri
     if end != GradingEnd::Exited(0) {
         return Err(format!("the sandbox could not be cleaned: {stderr}"));
     }
-    for (path, content) in &job.tests {
-        (sandbox.put(&format!("/tests/{path}"), content)).map_err(|fault| told(&fault))?;
+    if job.tests.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    (sandbox.put_all("/tests", &job.tests)).map_err(|fault| told(&fault))
 }
 
 fn told(fault: &GradingFault) -> String {
@@ -183,6 +185,17 @@ mod tests {
             Ok(())
         }
 
+        fn put_all(
+            &self,
+            folder: &str,
+            files: &IndexMap<String, GradingFile>,
+        ) -> Result<(), GradingFault> {
+            for (path, file) in files {
+                self.put(&format!("{folder}/{path}"), &file.content)?;
+            }
+            Ok(())
+        }
+
         fn get(&self, path: &str, _: u64) -> Result<Option<Vec<u8>>, GradingFault> {
             Ok(self.files.borrow().get(path).cloned())
         }
@@ -190,7 +203,13 @@ mod tests {
 
     fn job() -> VerifyJob {
         VerifyJob {
-            tests: IndexMap::from([("test.sh".to_owned(), b"#!/bin/sh\n".to_vec())]),
+            tests: IndexMap::from([(
+                "test.sh".to_owned(),
+                GradingFile {
+                    content: b"#!/bin/sh\n".to_vec(),
+                    executable: false,
+                },
+            )]),
             script: "/tests/test.sh".to_owned(),
             env: IndexMap::new(),
             workdir: None,

@@ -8,7 +8,9 @@ use super::infra::classify;
 use super::log::EvalLog;
 use super::parser::LogParser;
 use super::report::{EvalType, Expected};
-use super::score::{EvalOutcome, PatchOutcome, SwebenchBonus, SwebenchFacts, swebench_verdict};
+use super::score::{
+    EvalOutcome, PatchOutcome, SwebenchBonus, SwebenchFacts, failed, swebench_verdict,
+};
 use super::script::{EvalPlan, TEST_PATCH_PATH};
 use crate::grader::{
     GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox, Verdict,
@@ -61,6 +63,51 @@ pub struct PatchGrade {
     pub log: String,
     /// Files whose changes were left out.
     pub dropped: Vec<String>,
+    /// How long the tests took, in seconds.
+    pub seconds: f64,
+    /// What happened, where the patch may have brought it about and a broken environment as well; there is no
+    /// reward then. Where the instance's reference passes in the same environment, it was the patch:
+    /// [`Self::held_against_the_patch`].
+    pub doubt: Option<String>,
+}
+
+impl PatchGrade {
+    /// Returns the grade once it is known that the environment is sound: what was in doubt has failed.
+    #[must_use]
+    pub fn held_against_the_patch(self, expected: &Expected) -> Self {
+        let Some(doubt) = self.doubt else {
+            return self;
+        };
+        let message = format!("{doubt}; with the reference it is not so");
+        Self {
+            verdict: failed(expected, &message),
+            doubt: None,
+            ..self
+        }
+    }
+}
+
+/// Why an evaluation did not get to its end.
+enum Trouble {
+    /// The sandbox failed.
+    Fault(GradingFault),
+    /// The patch may have brought it about.
+    Broken(String),
+}
+
+impl From<GradingFault> for Trouble {
+    fn from(fault: GradingFault) -> Self {
+        Self::Fault(fault)
+    }
+}
+
+impl From<Trouble> for EvalOutcome {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Fault(fault) => Self::NotRun(told(&fault)),
+            Trouble::Broken(why) => Self::Broken(why),
+        }
+    }
 }
 
 /// Grades a patch in a fresh sandbox that holds the repository at its base.
@@ -80,21 +127,26 @@ pub fn grade_patch(sandbox: &dyn GradingSandbox, job: &PatchJob<'_>) -> PatchGra
             apply(sandbox, job, &split.kept)
         }
     };
-    let evaluated = match &applied {
-        Ok(PatchOutcome::Applied) => evaluate(sandbox, job),
-        Ok(_) => Ok((EvalOutcome::NotRun(String::new()), String::new(), 0.0)),
-        Err(fault) => Ok((EvalOutcome::NotRun(told(fault)), String::new(), 0.0)),
+    let (patch, evaluated) = match applied {
+        Ok(PatchOutcome::Applied) => (PatchOutcome::Applied, evaluate(sandbox, job)),
+        Ok(other) => {
+            let nothing = (EvalOutcome::NotRun(String::new()), String::new(), 0.0);
+            (other, Ok(nothing))
+        }
+        // Where nothing is known of the patch, nothing is held against it.
+        Err(trouble) => (PatchOutcome::Applied, Err(trouble)),
     };
-    // Where nothing is known of the patch, nothing is held against it.
-    let patch = applied.unwrap_or(PatchOutcome::Applied);
     let outcome = match evaluated {
         Ok((outcome, text, seconds)) => {
             log = text;
             facts.test_seconds = seconds;
             outcome
         }
-        Err(fault) => EvalOutcome::NotRun(told(&fault)),
+        Err(trouble) => trouble.into(),
     };
+    let doubt = (patch == PatchOutcome::Applied)
+        .then(|| outcome.doubt())
+        .flatten();
     let verdict = swebench_verdict(
         &patch,
         &outcome,
@@ -107,6 +159,8 @@ pub fn grade_patch(sandbox: &dyn GradingSandbox, job: &PatchJob<'_>) -> PatchGra
         verdict,
         log,
         dropped,
+        seconds: facts.test_seconds,
+        doubt,
     }
 }
 
@@ -125,23 +179,24 @@ fn apply(
     sandbox: &dyn GradingSandbox,
     job: &PatchJob<'_>,
     kept: &str,
-) -> Result<PatchOutcome, GradingFault> {
+) -> Result<PatchOutcome, Trouble> {
     if kept.is_empty() {
         return Ok(PatchOutcome::Empty);
     }
     sandbox.put(PATCH_PATH, kept.as_bytes())?;
-    // A command that could not be run at all says nothing about the patch.
     let run = |argv: Vec<String>| {
         let output = sandbox.exec(&GradingCommand::new(argv, STEP_TIMEOUT).within(job.workdir))?;
         match output.end {
-            GradingEnd::Exited(code) if !matches!(code, 126 | 127) => Ok(output),
-            _ => Err(not_run(&output)),
+            // A command that could not be run at all says nothing about the patch.
+            GradingEnd::Exited(126 | 127) => Err(Trouble::Fault(not_run(&output))),
+            GradingEnd::Exited(_) => Ok(output),
+            _ => Err(Trouble::Broken(told(&not_run(&output)))),
         }
     };
     let head = ["git", "rev-parse", "--quiet", "--verify", "HEAD"].map(str::to_owned);
     let repository = run(head.to_vec())?;
     if repository.end != GradingEnd::Exited(0) {
-        return Err(not_run(&repository));
+        return Err(Trouble::Fault(not_run(&repository)));
     }
     let mut complaint = String::new();
     for attempt in apply_attempts() {
@@ -174,13 +229,13 @@ fn not_run(output: &GradingOutput) -> GradingFault {
 fn evaluate(
     sandbox: &dyn GradingSandbox,
     job: &PatchJob<'_>,
-) -> Result<(EvalOutcome, String, f64), GradingFault> {
+) -> Result<(EvalOutcome, String, f64), Trouble> {
     if let Some(script) = &job.plan.prepare {
         sandbox.put(TEST_PATCH_PATH, job.test_patch.as_bytes())?;
         let output = sandbox.exec(&GradingCommand::bash(script, PREPARE_TIMEOUT))?;
         if output.end != GradingEnd::Exited(0) {
             let why = format!("the tests could not be restored: {}", quoted(&output));
-            return Ok((EvalOutcome::NotRun(why), String::new(), 0.0));
+            return Err(Trouble::Broken(why));
         }
     }
     let output = sandbox.exec(&GradingCommand::bash(&job.plan.test, job.timeout))?;
@@ -193,7 +248,7 @@ fn evaluate(
         GradingEnd::TimedOut => EvalOutcome::TimedOut {
             limit: job.timeout.as_secs(),
         },
-        GradingEnd::Killed(why) => EvalOutcome::NotRun(why),
+        GradingEnd::Killed(why) => EvalOutcome::Broken(format!("the tests were ended: {why}")),
     };
     Ok((outcome, log, output.elapsed.as_secs_f64()))
 }

@@ -57,15 +57,38 @@ pub enum EvalOutcome {
         /// The limit, in seconds.
         limit: u64,
     },
-    /// They were not run; why.
+    /// The patch, or the environment, ended them or a step before them; how.
+    Broken(String),
+    /// The sandbox failed; why.
     NotRun(String),
+}
+
+impl EvalOutcome {
+    /// Returns what happened, where a patch brings it about as well as a broken environment. Whose doing it
+    /// was is found out with the reference, see [`PatchGrade::doubt`](super::PatchGrade::doubt).
+    #[must_use]
+    pub fn doubt(&self) -> Option<String> {
+        match self {
+            // A program that fails and prints that nothing did wants to deceive.
+            Self::NotRun(_)
+            | Self::Run {
+                log: Ok(_) | Err(LogFault::Contradiction { .. }),
+                ..
+            } => None,
+            Self::TimedOut { limit } => Some(format!("the tests took more than {limit} s")),
+            Self::Broken(why) => Some(why.clone()),
+            Self::Run {
+                log: Err(fault),
+                sign,
+            } => sign.map(|sign| format!("{fault}, and it looks like {}", sign.reason)),
+        }
+    }
 }
 
 /// Judges a patch: 1 where it resolves its task, else 0, and bonuses where they are on.
 ///
-/// A patch that cannot be applied is the policy's fault. Tests that were not run, that took too
-/// long, or whose log is no evidence and shows a sign of a broken environment are nobody's: there
-/// is no reward.
+/// A patch that cannot be applied is the policy's fault. Tests that were not run, and those of which it is
+/// [in doubt](EvalOutcome::doubt) who broke them, are nobody's: there is no reward.
 #[must_use]
 pub fn swebench_verdict(
     patch: &PatchOutcome,
@@ -84,28 +107,17 @@ pub fn swebench_verdict(
         }
         PatchOutcome::Refused(why) => return Verdict::invalid(count, why, usage),
     }
+    if let Some(doubt) = outcome.doubt() {
+        return Verdict::infra_error(count, &doubt, usage);
+    }
     let log = match outcome {
-        EvalOutcome::NotRun(why) => return Verdict::infra_error(count, why, usage),
-        EvalOutcome::TimedOut { limit } => {
-            let message = format!("the tests took more than {limit} s");
-            return Verdict::infra_error(count, &message, usage);
+        EvalOutcome::NotRun(why) | EvalOutcome::Broken(why) => {
+            return Verdict::infra_error(count, why, usage);
         }
+        EvalOutcome::TimedOut { .. } => return Verdict::infra_error(count, "", usage),
         EvalOutcome::Run { log: Ok(log), .. } => log,
-        // A program that fails and prints that nothing did wants to deceive.
         EvalOutcome::Run {
-            log: Err(fault @ LogFault::Contradiction { .. }),
-            ..
-        } => return failed(expected, &fault.to_string()),
-        EvalOutcome::Run {
-            log: Err(fault),
-            sign: Some(sign),
-        } => {
-            let message = format!("{fault}, and it looks like {}", sign.reason);
-            return Verdict::infra_error(count, &message, usage);
-        }
-        EvalOutcome::Run {
-            log: Err(fault),
-            sign: None,
+            log: Err(fault), ..
         } => return failed(expected, &fault.to_string()),
     };
     let report = TestsReport::judge(&log.tests, expected, eval_type);
@@ -147,7 +159,8 @@ pub fn swebench_verdict(
     verdict
 }
 
-fn failed(expected: &Expected, message: &str) -> Verdict {
+/// The verdict on a patch that none of the tests can be believed to pass with.
+pub(super) fn failed(expected: &Expected, message: &str) -> Verdict {
     let names = expected.fail_to_pass.iter().chain(&expected.pass_to_pass);
     let tests = names.map(|name| TestResult::new(name, TestStatus::Failed, message));
     Verdict::judged(tests.collect(), GradeUsage::default())
@@ -221,6 +234,7 @@ mod tests {
         assert_eq!(of(&run("Killed\nFAILED a\nPASSED b", 1)), failed);
         assert_eq!(of(&EvalOutcome::TimedOut { limit: 1800 }), left_out);
         assert_eq!(of(&EvalOutcome::NotRun("no sandbox".to_owned())), left_out);
+        assert_eq!(of(&EvalOutcome::Broken("killed".to_owned())), left_out);
         for patch in [PatchOutcome::Empty, PatchOutcome::Refused("no".to_owned())] {
             let verdict = verdict(
                 &patch,
@@ -231,6 +245,23 @@ mod tests {
                 (verdict.reward, verdict.status),
                 (Some(0.0), VerdictStatus::Invalid)
             );
+        }
+    }
+
+    #[test]
+    fn who_broke_the_tests_is_in_doubt_only_where_both_can() {
+        for (outcome, is_in_doubt) in [
+            (run("Killed", 137), true),
+            (run("ModuleNotFoundError: No module named 'a'", 1), true),
+            (run("no tests ran", 5), true),
+            (EvalOutcome::TimedOut { limit: 1 }, true),
+            (EvalOutcome::Broken("killed".to_owned()), true),
+            (EvalOutcome::NotRun("no sandbox".to_owned()), false),
+            (run("SyntaxError: invalid syntax", 1), false),
+            (run("PASSED a\nPASSED b", 1), false),
+            (run("Killed\nPASSED a\nFAILED b", 1), false),
+        ] {
+            assert_eq!(outcome.doubt().is_some(), is_in_doubt, "{outcome:?}");
         }
     }
 

@@ -350,6 +350,7 @@ fn rows(graph: &CallGraph, episode: Trajectory) -> Vec<Trajectory> {
         }
         row.rewards.clone_from(&episode.rewards);
         row.passed = episode.passed;
+        row.usage.start_seconds = episode.usage.start_seconds;
         row.usage.grade_seconds = episode.usage.grade_seconds;
         row.usage.fuel = episode.usage.fuel;
     }

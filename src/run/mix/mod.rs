@@ -120,6 +120,11 @@ impl Mix {
         batch
     }
 
+    /// Returns all tasks.
+    pub(super) fn tasks(&self) -> impl Iterator<Item = &Task> {
+        self.members.iter().flat_map(|member| member.tasks.tasks())
+    }
+
     /// Returns the task of an id.
     pub(super) fn task(&self, id: &str) -> Option<&Task> {
         self.members.iter().find_map(|member| member.tasks.get(id))

@@ -1,6 +1,7 @@
 //! What a part of a task gives its verifier.
 
 use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use indexmap::IndexMap;
 use super::HarborError;
 use super::config::TaskConfig;
 use super::layout::HarborPart;
-use crate::grader::VerifyJob;
+use crate::grader::{GradingFile, VerifyJob};
 
 /// The most bytes of the tests of one part.
 const MAX_TEST_BYTES: u64 = 256 << 20;
@@ -91,7 +92,7 @@ fn resolved(
 fn read_files(
     folder: &Path,
     inside: &str,
-    files: &mut IndexMap<String, Vec<u8>>,
+    files: &mut IndexMap<String, GradingFile>,
     left: &mut u64,
 ) -> Result<(), HarborError> {
     let io = |path: &Path| {
@@ -117,8 +118,12 @@ fn read_files(
             return Err(HarborError::Outside { path }); // a link, which may lead to what holds it
         }
         let mut content = Vec::new();
+        let mut executable = false;
         fs_err::File::open(&path)
-            .and_then(|file| file.take(*left + 1).read_to_end(&mut content))
+            .and_then(|file| {
+                executable = file.metadata()?.permissions().mode() & 0o100 != 0;
+                file.take(*left + 1).read_to_end(&mut content)
+            })
             .map_err(io(&path))?;
         *left = left
             .checked_sub(content.len() as u64)
@@ -127,7 +132,13 @@ fn read_files(
                 what: "bytes in the tests",
                 limit: MAX_TEST_BYTES,
             })?;
-        files.insert(below, content);
+        files.insert(
+            below,
+            GradingFile {
+                content,
+                executable,
+            },
+        );
     }
     Ok(())
 }

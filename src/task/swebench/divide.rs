@@ -1,6 +1,6 @@
 //! Parting the instances: most to learn from, the others to measure on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::SwebenchInstance;
 
@@ -19,18 +19,33 @@ pub struct SwebenchSplit {
 /// follows from `seed` and their ids alone, so the order of the file does not matter.
 #[must_use]
 pub fn divide(instances: Vec<SwebenchInstance>, validation: usize, seed: u64) -> SwebenchSplit {
-    let total = instances.len();
-    let wanted = validation.min(total);
+    let ids = instances.iter();
+    let ids = ids.map(|instance| (instance.instance_id.as_str(), instance.repo.as_str()));
+    let chosen = held_out(ids, validation, seed);
+    let (validation, train) = instances
+        .into_iter()
+        .partition(|instance| chosen.contains(&instance.instance_id));
+    SwebenchSplit { train, validation }
+}
+
+/// Returns which of these ids, each with its repository, are measured on.
+pub(in crate::task) fn held_out<'a>(
+    instances: impl Iterator<Item = (&'a str, &'a str)>,
+    validation: usize,
+    seed: u64,
+) -> BTreeSet<String> {
+    let mut total = 0;
     let mut repositories: BTreeMap<String, Vec<([u8; 32], String)>> = BTreeMap::new();
-    for instance in &instances {
-        let id = &instance.instance_id;
+    for (id, repo) in instances {
+        total += 1;
         let rank = blake3::Hasher::new()
             .update(&seed.to_le_bytes())
             .update(id.as_bytes())
             .finalize();
-        let ids = repositories.entry(instance.repo.clone()).or_default();
-        ids.push((*rank.as_bytes(), id.clone()));
+        let ids = repositories.entry(repo.to_owned()).or_default();
+        ids.push((*rank.as_bytes(), id.to_owned()));
     }
+    let wanted = validation.min(total);
     // The whole part of each share, and what is left of it.
     let mut shares: Vec<(usize, usize, &String)> = (repositories.iter())
         .map(|(repo, ids)| {
@@ -43,15 +58,11 @@ pub fn divide(instances: Vec<SwebenchInstance>, validation: usize, seed: u64) ->
     for (_, whole, _) in shares.iter_mut().take(wanted - given) {
         *whole += 1;
     }
-    let mut chosen: Vec<String> = Vec::with_capacity(wanted);
+    let mut chosen = BTreeSet::new();
     for (_, count, repo) in &shares {
         let mut ids = repositories[*repo].clone();
         ids.sort();
         chosen.extend(ids.into_iter().take(*count).map(|(_, id)| id));
     }
-    chosen.sort();
-    let (validation, train) = instances
-        .into_iter()
-        .partition(|instance| chosen.binary_search(&instance.instance_id).is_ok());
-    SwebenchSplit { train, validation }
+    chosen
 }

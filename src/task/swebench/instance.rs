@@ -89,7 +89,11 @@ impl SwebenchInstance {
         Ok(instances)
     }
 
-    fn read(path: &Path, row: u64, map: &Map<String, Value>) -> Result<Self, TaskError> {
+    pub(in crate::task) fn read(
+        path: &Path,
+        row: u64,
+        map: &Map<String, Value>,
+    ) -> Result<Self, TaskError> {
         let fields = Fields::new(path, row, map);
         let required = |key: &'static str| {
             fields.text(&[key], "give a row of SWE-bench, with all of its fields")
@@ -202,6 +206,12 @@ impl SwebenchInstance {
             self.workdir(),
             self.problem_statement.trim()
         )
+    }
+
+    /// Returns the shell commands before any other: an environment that is to be active.
+    #[must_use]
+    pub fn environment(&self) -> &[String] {
+        &self.setup.environment
     }
 
     /// Returns the folder of the repository in the sandbox.

@@ -8,5 +8,6 @@ mod divide;
 mod instance;
 mod repository;
 
+pub(super) use divide::held_out;
 pub use divide::{SwebenchSplit, divide};
 pub use instance::SwebenchInstance;

@@ -174,6 +174,14 @@ fn validate_task(row: u64, task: &Task, grader: &dyn Grader, seeds: u32) -> Task
         time: Duration::ZERO,
         findings: Vec::new(),
     };
+    if task.repository.is_some() {
+        report.findings.push(Finding::note(
+            FindingKind::NotGradable,
+            "it is judged in a sandbox with a shell, which is not started here: `wardian task grade` grades \
+             references of SWE-bench",
+        ));
+        return report;
+    }
     if let Some(reference) = &task.reference {
         let started = Instant::now();
         let verdict = grader.grade(&task.grade_request(reference));

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use indexmap::IndexMap;
 use wardian::grader::swebench::{
     EvalPlan, EvalSetup, EvalType, Expected, LogParser, PatchGrade, PatchJob, SwebenchBonus,
     TestPaths, grade_patch, parse_diff,
 };
 use wardian::grader::{
-    GradingCommand, GradingEnd, GradingFault, GradingOutput, GradingSandbox, VerdictStatus,
+    GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+    VerdictStatus,
 };
 
 /// Commands on this machine, with the sandbox's paths below a folder. It keeps nothing in: the tests
@@ -51,6 +53,17 @@ impl GradingSandbox for Folder {
             what: "write a file",
             source: Box::new(source),
         })
+    }
+
+    fn put_all(
+        &self,
+        folder: &str,
+        files: &IndexMap<String, GradingFile>,
+    ) -> Result<(), GradingFault> {
+        for (path, file) in files {
+            self.put(&format!("{folder}/{path}"), &file.content)?;
+        }
+        Ok(())
     }
 
     fn get(&self, path: &str, _: u64) -> Result<Option<Vec<u8>>, GradingFault> {

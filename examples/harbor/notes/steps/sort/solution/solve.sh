@@ -1,0 +1,2 @@
+#!/bin/sh
+sort -u notes.txt > sorted.txt

@@ -1,0 +1,125 @@
+//! How many episodes have an actor at a time.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Room for a number of actors.
+#[derive(Debug)]
+pub(super) struct Slots {
+    state: Mutex<State>,
+    changed: Condvar,
+    most: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    taken: usize,
+    is_closed: bool,
+}
+
+/// Room for one actor, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Slot(Arc<Slots>);
+
+impl Slots {
+    pub(super) fn new(most: usize) -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            most: most.max(1),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for room; there is none any more once it is closed.
+    pub(super) fn take(self: &Arc<Self>) -> Option<Slot> {
+        let mut state = self.lock();
+        while !state.is_closed && state.taken >= self.most {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.is_closed {
+            return None;
+        }
+        state.taken += 1;
+        Some(Slot(Arc::clone(self)))
+    }
+
+    /// Gives no more room, and lets those go who wait for some.
+    pub(super) fn close(&self) {
+        self.lock().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until all room is free again; returns whether it is.
+    pub(super) fn wait_free(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        let mut state = self.lock();
+        while state.taken > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        true
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.lock().taken -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn no_more_have_room_than_there_is() {
+        let slots = Slots::new(3);
+        let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..12 {
+                scope.spawn(|| {
+                    for _ in 0..20 {
+                        let _slot = slots.take().expect("it is open");
+                        let held = now.fetch_add(1, Ordering::SeqCst) + 1;
+                        most.fetch_max(held, Ordering::SeqCst);
+                        std::thread::yield_now();
+                        now.fetch_sub(1, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+        assert!((1..=3).contains(&most.load(Ordering::SeqCst)));
+        assert!(slots.wait_free(Duration::ZERO));
+    }
+
+    #[test]
+    fn who_waits_is_let_go_when_it_closes() {
+        let slots = Slots::new(1);
+        let held = slots.take().expect("it is open");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| slots.take().is_none());
+            slots.close();
+            assert!(waiting.join().expect("it does not panic"));
+        });
+        assert!(!slots.wait_free(Duration::ZERO));
+        drop(held);
+        assert!(slots.wait_free(Duration::ZERO) && slots.take().is_none());
+    }
+}

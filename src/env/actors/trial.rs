@@ -1,0 +1,163 @@
+//! A Harbor task while it is worked on: which part the policy is at, and what the earlier ones earned.
+
+use super::control::Control;
+use super::start::{GroupStart, begin_part};
+use super::{HarborJudgement, Workplace, judge_trial};
+use crate::actor::{Actor, ActorError};
+use crate::grader::{GradeUsage, RewardFault, Rewards, Verdict, harbor_verdict};
+use crate::task::harbor::{HarborPart, HarborTask};
+
+/// The parts of a task that were judged.
+#[derive(Debug, Default)]
+pub(super) struct Trial {
+    earned: Vec<Rewards>,
+}
+
+/// How a trial goes on behind a part.
+#[derive(Debug)]
+pub(super) enum Judged {
+    /// With the next part.
+    GoesOn,
+    /// Not at all.
+    Over(Verdict),
+}
+
+impl Trial {
+    /// Returns the number of the part that the policy is at, from 0.
+    pub(super) fn part(&self) -> usize {
+        self.earned.len()
+    }
+
+    /// Takes the part as one that earned nothing: there is no actor any more that it could be judged in.
+    pub(super) fn lose(mut self, task: &HarborTask, why: &str) -> Verdict {
+        self.earned.push(nothing());
+        let verdict = self.verdict(task);
+        match verdict.reward {
+            Some(reward) => {
+                Verdict::scored(reward, verdict.rewards, false, why, GradeUsage::default())
+            }
+            None => verdict,
+        }
+    }
+
+    /// Judges the part that the policy is at. `is_cut_off` says that it can work on no other.
+    ///
+    /// A part whose verifier leaves no reward has earned nothing where it leaves one for an actor in which no
+    /// policy has been, and otherwise cannot be judged.
+    ///
+    /// # Errors
+    ///
+    /// Fails where an actor does, by our fault.
+    pub(super) fn judge(
+        &mut self,
+        start: &GroupStart,
+        task: &HarborTask,
+        actor: Box<dyn Actor>,
+        is_cut_off: bool,
+    ) -> Result<(Judged, Option<Box<dyn Actor>>), ActorError> {
+        let number = self.part();
+        let Some(part) = task.parts.get(number) else {
+            return Ok((Judged::Over(self.verdict(task)), Some(actor)));
+        };
+        let (rewards, actor) = match judge_part(start.place(), task, part, &*actor) {
+            Ok(HarborJudgement { verification, .. }) => match verification.rewards {
+                Ok(rewards) => (rewards, Some(actor)),
+                Err(fault) => {
+                    let ended = verification.ended;
+                    actor.destroy()?;
+                    match control(start, task, number)?.is_sound {
+                        true => (nothing(), None),
+                        false => return Ok((Judged::Over(unjudged(ended, &fault)), None)),
+                    }
+                }
+            },
+            Err(error) if error.is_guests_doing() => {
+                drop(actor);
+                match control(start, task, number)?.is_sound {
+                    true => (nothing(), None),
+                    false => return Err(error),
+                }
+            }
+            Err(error) => return Err(error),
+        };
+        let goes_on = (part.step.as_ref()).is_none_or(|step| step.goes_on(Ok(&rewards)));
+        self.earned.push(rewards);
+        // Without the actor there is nothing to go on with.
+        let has_next = number + 1 < task.parts.len();
+        match actor {
+            Some(actor) if goes_on && has_next && !is_cut_off => {
+                match begin_part(&*actor, task, number + 1) {
+                    Ok(()) => Ok((Judged::GoesOn, Some(actor))),
+                    // What the policy left is in the way.
+                    Err(error) if error.is_guests_doing() => {
+                        self.earned.push(nothing());
+                        Ok((Judged::Over(self.verdict(task)), None))
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+            actor => Ok((Judged::Over(self.verdict(task)), actor)),
+        }
+    }
+
+    fn verdict(&self, task: &HarborTask) -> Verdict {
+        let usage = GradeUsage::default();
+        if task.parts.len() <= 1 {
+            let rewards = self.earned.first().cloned();
+            return harbor_verdict(None, &rewards.ok_or(RewardFault::Missing), usage);
+        }
+        let steps: Vec<_> = self.earned.iter().cloned().map(Ok).collect();
+        harbor_verdict(None, &task.config.rewards_of_steps(&steps), usage)
+    }
+}
+
+/// Returns what a part has earned that earned nothing.
+fn nothing() -> Rewards {
+    Rewards::read(None, Some(b"0")).unwrap_or_default()
+}
+
+fn unjudged(ended: Option<&'static str>, fault: &RewardFault) -> Verdict {
+    harbor_verdict(ended, &Err(fault.clone()), GradeUsage::default())
+}
+
+/// Judges what is in an actor as one part of a task.
+fn judge_part(
+    place: &Workplace,
+    task: &HarborTask,
+    part: &HarborPart,
+    actor: &dyn Actor,
+) -> Result<HarborJudgement, ActorError> {
+    // No variable of this machine is meant for a task.
+    let job = part.verify_job(&task.config, &|_| None);
+    let job = job.map_err(|error| ActorError::InvalidSpec {
+        reason: crate::causes::with_causes(&error),
+    })?;
+    let environment =
+        (task.config.verifier_environment(part.step.as_ref())).unwrap_or(&task.config.environment);
+    let spec = place.harbor_spec(task, environment)?;
+    judge_trial(place.backend(), &spec, &task.config, part, &job, actor)
+}
+
+/// Finds out whether the verifier of a part leaves a reward where no policy has been.
+fn control(start: &GroupStart, task: &HarborTask, number: usize) -> Result<Control, ActorError> {
+    let key = format!("{}\0{}\0{number}", task.folder.display(), task.name);
+    start.place().controls().of(&key, || {
+        let unsound = Control {
+            is_sound: false,
+            seconds: 0.0,
+        };
+        let Some(part) = task.parts.get(number) else {
+            return Ok(unsound);
+        };
+        let actor = start.actor()?;
+        if number > 0 {
+            begin_part(&*actor, task, number)?;
+        }
+        let judged = judge_part(start.place(), task, part, &*actor)?;
+        actor.destroy()?;
+        Ok(Control {
+            is_sound: judged.verification.rewards.is_ok(),
+            ..unsound
+        })
+    })
+}

@@ -1,0 +1,205 @@
+//! What the episodes of a run share: where actors come from, what they start from and how many there may be.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Controls;
+use super::slots::{Slot, Slots};
+use crate::actor::{ActorBackend, ActorError, ActorLimits, ActorSpec, RootFs};
+use crate::causes::with_causes;
+use crate::task::RepositoryTask;
+use crate::task::harbor::{EnvironmentConfig, HarborTask};
+use crate::task::swebench::SwebenchInstance;
+
+/// How long an actor may live: longer than any episode, whose turns wait for the model.
+const LIFETIME: Duration = Duration::from_hours(48);
+
+/// How long actors may take to end when a run does.
+const ENDING: Duration = Duration::from_secs(30);
+
+/// Where the bases of repositories are seen in an actor.
+const BASE: &str = "/base";
+/// Where what their tests need is seen.
+const DEPENDENCIES: &str = "/deps";
+
+/// Settings of a [`Workplace`].
+#[derive(Debug, Clone)]
+pub struct WorkplaceConfig {
+    /// What stands in for the images of tasks; each task's own image unless given.
+    pub root: Option<RootFs>,
+    /// A folder with `ID/testbed` and `ID/deps` of each instance of SWE-bench; both in the image unless given.
+    pub repositories: Option<PathBuf>,
+    /// What an actor may use where its task does not say.
+    pub limits: ActorLimits,
+    /// Episodes that have an actor at a time.
+    pub max_actors: usize,
+}
+
+/// Where the episodes of a run have their actors.
+#[derive(Debug)]
+pub struct Workplace {
+    backend: Arc<dyn ActorBackend>,
+    config: WorkplaceConfig,
+    slots: Arc<Slots>,
+    controls: Controls,
+}
+
+impl Workplace {
+    /// Returns one whose actors are run by `backend`.
+    #[must_use]
+    pub fn new(backend: Arc<dyn ActorBackend>, config: WorkplaceConfig) -> Self {
+        Self {
+            backend,
+            slots: Slots::new(config.max_actors),
+            config,
+            controls: Controls::default(),
+        }
+    }
+
+    pub(super) fn backend(&self) -> &dyn ActorBackend {
+        &*self.backend
+    }
+
+    pub(super) fn controls(&self) -> &Controls {
+        &self.controls
+    }
+
+    /// Waits for room for an actor; none once the run ends.
+    pub(super) fn room(&self) -> Option<Slot> {
+        self.slots.take()
+    }
+
+    /// Ends all actors, whatever runs in them, and waits until their episodes have noticed. No other is started.
+    pub fn close(&self) {
+        self.slots.close();
+        self.backend.shut_down();
+        if !self.slots.wait_free(ENDING) {
+            tracing::warn!("actors have not ended in time; the next run deletes what they leave");
+        }
+    }
+
+    /// Checks that a task can be run here.
+    ///
+    /// # Errors
+    ///
+    /// Fails with what it asks for and there is not, and what helps.
+    pub fn check(&self, task: &RepositoryTask) -> Result<(), ActorError> {
+        self.spec(task)?;
+        let RepositoryTask::Harbor(task) = task else {
+            return Ok(());
+        };
+        for part in &task.parts {
+            // What it cannot be given is told before anything is started.
+            (part.verify_job(&task.config, &|_| None))
+                .map_err(|error| invalid(format!("`{}`: {}", task.name, with_causes(&error))))?;
+            if let Some(environment) = task.config.verifier_environment(part.step.as_ref()) {
+                self.harbor_spec(task, environment)?;
+            }
+        }
+        let bundled = task.parts.iter().any(|part| part.tests.is_empty());
+        if bundled && self.config.root.is_some() {
+            return Err(invalid(format!(
+                "the verifier of `{}` is in an image of its own, for which `actor.root` cannot stand in",
+                task.name
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns what the actors of a task start from.
+    pub(super) fn spec(&self, task: &RepositoryTask) -> Result<ActorSpec, ActorError> {
+        match task {
+            RepositoryTask::Swebench(instance) => self.instance_spec(instance),
+            RepositoryTask::Harbor(task) => self.harbor_spec(task, &task.config.environment),
+        }
+    }
+
+    fn instance_spec(&self, instance: &SwebenchInstance) -> Result<ActorSpec, ActorError> {
+        let root = (self.config.root.clone()).unwrap_or_else(|| RootFs::Image(instance.image()));
+        let mut spec = ActorSpec::new(root);
+        spec.limits = ActorLimits {
+            lifetime: LIFETIME,
+            ..self.config.limits
+        };
+        spec.workdir = PathBuf::from(instance.workdir());
+        match &self.config.repositories {
+            Some(folder) => {
+                let place = folder.join(&instance.instance_id);
+                let testbed = place.join("testbed");
+                if !testbed.is_dir() {
+                    return Err(invalid(format!(
+                        "`{}` is not there: `actor.repositories` must have the repository of each instance",
+                        testbed.display()
+                    )));
+                }
+                spec.mounts.push((testbed, BASE.into()));
+                let dependencies = place.join("deps");
+                if dependencies.is_dir() {
+                    spec.mounts.push((dependencies, DEPENDENCIES.into()));
+                }
+            }
+            None if self.config.root == Some(RootFs::Host) => {
+                return Err(invalid(format!(
+                    "the repository of `{}` is not among this machine's programs; give `actor.repositories`",
+                    instance.instance_id
+                )));
+            }
+            None => {}
+        }
+        Ok(spec)
+    }
+
+    /// Returns what an actor of a Harbor task starts from: the agent's, or a verifier's of its own.
+    pub(super) fn harbor_spec(
+        &self,
+        task: &HarborTask,
+        environment: &EnvironmentConfig,
+    ) -> Result<ActorSpec, ActorError> {
+        let image = environment.docker_image.clone().map(RootFs::Image);
+        let root = (self.config.root.clone()).or(image).ok_or_else(|| {
+            invalid(format!(
+                "`{}` names no image, and nothing here builds its `Dockerfile`; give `actor.root`, which stands \
+                 in for it",
+                task.name
+            ))
+        })?;
+        if environment.gpus.unwrap_or(0) > 0 || environment.tpu.is_some() {
+            return Err(invalid(format!(
+                "`{}` asks for a GPU or TPU, which no actor has",
+                task.name
+            )));
+        }
+        let mut spec = ActorSpec::new(root);
+        let mebibytes = |asked: Option<i64>, default: u64| {
+            asked
+                .and_then(|asked| u64::try_from(asked).ok())
+                .map_or(default, |asked| asked.saturating_mul(1 << 20))
+        };
+        let limits = self.config.limits;
+        spec.limits = ActorLimits {
+            memory: mebibytes(environment.memory_mb, limits.memory),
+            disk: mebibytes(environment.storage_mb, limits.disk),
+            lifetime: LIFETIME,
+            ..limits
+        };
+        if let Some(workdir) = &environment.workdir {
+            spec.workdir = PathBuf::from(workdir);
+        }
+        spec.writable = ["/logs", "/tests"].map(PathBuf::from).to_vec();
+        for (name, value) in &environment.env {
+            if value.starts_with("${") {
+                return Err(invalid(format!(
+                    "`{}` asks for a variable of this machine (`environment.env.{name}`), which no task is given",
+                    task.name
+                )));
+            }
+            spec.env.insert(name.clone(), value.clone());
+        }
+        Ok(spec)
+    }
+}
+
+fn invalid(reason: String) -> ActorError {
+    ActorError::InvalidSpec { reason }
+}
