@@ -20,7 +20,7 @@ mod tests;
 
 use indexmap::IndexMap;
 
-use crate::chat::{Message, ParsedTurn, ToolSpec};
+use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
 
 pub use self::error::EnvError;
 pub use self::text::describe_outcome;
@@ -126,6 +126,21 @@ pub trait Environment: Send {
     fn submit(&mut self, answer: &str) -> StepResult {
         let _ = answer;
         self.close(None)
+    }
+
+    /// Whether an agent that is a program of its own can use its tools by [`Environment::use_tool`].
+    fn lends_tools(&self) -> bool {
+        false
+    }
+
+    /// Uses a tool for an agent that is a program of its own and has turns of its own; returns what it is told.
+    /// The episode is not over before it is [closed](Environment::close).
+    ///
+    /// # Errors
+    ///
+    /// Fails only where the environment failed, never for what the policy did.
+    fn use_tool(&mut self, call: &ToolCall) -> Result<String, EnvError> {
+        Ok(format!("error: there is no tool `{}` here", call.name))
     }
 
     /// Returns what was used so far.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::*;
-use crate::chat::{Role, ToolCall, parse_turn};
+use crate::chat::{Role, parse_turn};
 use crate::grader::{
     GradeRequest, GradeUsage, Grader, RewardTerms, TestResult, TestStatus, Verdict, VerdictStatus,
 };

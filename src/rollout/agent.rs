@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::RolloutError;
 use crate::causes::with_causes;
-use crate::chat::{Message, ParsedTurn, ToolCallFormat, parse_turn_as};
+use crate::chat::{Message, ParsedTurn, ToolCall, ToolCallFormat, parse_turn_as};
 use crate::engine::{EngineError, FinishReason};
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
 use crate::trajectory::{Finish, Segment, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
@@ -275,6 +275,30 @@ impl Episode {
             }
         }
         Ok(())
+    }
+
+    /// Whether an agent that is a program of its own can use the environment's tools.
+    pub(super) fn lends_tools(&self) -> bool {
+        self.environment.lends_tools()
+    }
+
+    /// Uses a tool for an agent that is a program of its own; returns what it is told, or nothing where the
+    /// environment has failed.
+    pub(super) fn use_tool(&mut self, call: &ToolCall) -> Option<String> {
+        if self.has_failed() {
+            return None;
+        }
+        let used = catch_unwind(AssertUnwindSafe(|| self.environment.use_tool(call)));
+        let result = match used {
+            Ok(Ok(told)) => return Some(told),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Ok(()),
+        };
+        match result {
+            Err(error) => self.fail(&error),
+            Ok(()) => self.fail(&std::io::Error::other("the environment panicked")),
+        }
+        None
     }
 
     /// Ends an episode whose context is full.

@@ -1,6 +1,7 @@
 //! Actors in a run: opened once its tasks need some, and ended with it.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,8 @@ use crate::config::{ActorConfig, ConfigError, Issue, RewardAggregation, RunConfi
 use crate::env::Environment;
 use crate::env::actors::{ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig};
 use crate::grader::swebench::SwebenchBonus;
-use crate::task::Task;
+use crate::task::harbor::{HarborPart, VerifierMode};
+use crate::task::{RepositoryTask, Task};
 
 /// How long episodes of a run that ends may take to let go of their actors.
 const LETTING_GO: Duration = Duration::from_secs(10);
@@ -27,6 +29,8 @@ const HOST: &str = "host";
 pub(super) struct Actors {
     config: ActorConfig,
     place: OnceLock<Arc<Workplace>>,
+    /// Whether it was said that some rewards are not to be believed.
+    has_warned: AtomicBool,
 }
 
 impl Actors {
@@ -35,6 +39,7 @@ impl Actors {
         Self {
             config: config.clone(),
             place: OnceLock::new(),
+            has_warned: AtomicBool::new(false),
         }
     }
 
@@ -75,6 +80,7 @@ impl Actors {
         config: &RunConfig,
         tasks: impl Iterator<Item = &'t Task>,
     ) -> Result<(), RunError> {
+        let mut has_shared = false;
         for task in tasks {
             let Some(repository) = &task.repository else {
                 continue;
@@ -88,6 +94,21 @@ impl Actors {
                 }
             };
             place.check(repository)?;
+            if let RepositoryTask::Harbor(harbor) = &**repository {
+                let shared = |part: &HarborPart| part.verifier_mode == VerifierMode::Shared;
+                has_shared |= harbor.parts.iter().any(shared);
+                if harbor.parts.len() > 1 && config.rollout.agent.is_some() {
+                    return Err(RunError::StepsForAgent {
+                        task: task.id.clone(),
+                    });
+                }
+            }
+        }
+        if has_shared && !self.has_warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "verifiers of some tasks run in the policy's own sandbox, where it can give itself its reward; \
+                 `environment_mode = \"separate\"` gives one a sandbox of its own"
+            );
         }
         Ok(())
     }
@@ -205,13 +226,6 @@ fn check_combination(config: &RunConfig) -> Result<(), ConfigError> {
         "trainer.reward_aggregation",
         "gdpo".to_owned(),
         "make it `sum`: these tasks have a reward of their own, and `[reward]` has no part in it",
-    );
-    require(
-        rollout.agent.is_none(),
-        "rollout.agent",
-        "a program".to_owned(),
-        "leave it out: these tasks are worked on with the tools `bash`, `edit` and `submit`, which a program \
-         cannot be given yet",
     );
     match issues.is_empty() {
         true => Ok(()),

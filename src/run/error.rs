@@ -26,6 +26,15 @@ pub enum RunError {
     /// The tasks need actors, and there are none for them.
     #[error(transparent)]
     Actor(#[from] ActorError),
+    /// A task has steps, and a program cannot be told of them.
+    #[error(
+        "task `{task}` has several steps, and a program (`rollout.agent`) is given one instruction; leave the task \
+         out, or the agent"
+    )]
+    StepsForAgent {
+        /// The task's id.
+        task: String,
+    },
     /// The tasks are worked on with tools, and the model knows none.
     #[error(
         "these tasks are worked on with the tools `bash`, `edit` and `submit`, and the model's chat template \
@@ -407,6 +416,7 @@ impl RunError {
             | Self::Task(_)
             | Self::Actor(_)
             | Self::NoToolsForActors
+            | Self::StepsForAgent { .. }
             | Self::Hub(_)
             | Self::NoTasks { .. }
             | Self::MemoryBudget { .. }

@@ -183,7 +183,8 @@ impl Workbench {
         tasks: impl Iterator<Item = &'t Task>,
     ) -> Result<(), RunError> {
         self.actors.admit(config, tasks)?;
-        match self.use_tools || !self.actors.are_open() {
+        let has_own_tools = config.rollout.agent.is_some();
+        match self.use_tools || has_own_tools || !self.actors.are_open() {
             true => Ok(()),
             false => Err(RunError::NoToolsForActors),
         }

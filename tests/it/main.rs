@@ -9,6 +9,7 @@ mod engine;
 mod golden;
 mod grader;
 mod harbor;
+mod heavy;
 mod hostile_network;
 #[cfg(feature = "k8s")]
 mod kubernetes;

@@ -77,6 +77,7 @@ prop_compose! {
                 tool_seconds: usage.1,
                 grade_seconds: usage.2,
                 fuel: usage.3,
+                ..Usage::default()
             },
         }
     }

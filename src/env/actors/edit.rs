@@ -120,12 +120,10 @@ fn text_of(actor: &dyn Actor, path: &Path) -> Result<Result<(String, bool), Stri
             Ok(text) => Ok((text, *executable)),
             Err(_) => Err(format!("`{}` is no text; use `bash`", path.display())),
         },
-        Some(Entry::Link { target }) => Err(format!(
-            "`{}` is a link to `{}`; name that",
-            path.display(),
-            target.display()
+        _ => Err(format!(
+            "`{}` is no plain file: a folder, a link or the like; use `bash`",
+            path.display()
         )),
-        _ => Err(format!("`{}` is a folder; use `bash`", path.display())),
     })
 }
 

@@ -71,6 +71,8 @@ pub struct ActorEnvironment {
     turns: usize,
     /// Seconds in tools at which that part began.
     part_began: f64,
+    /// Whether the policy brought its actor down while an agent used it.
+    is_lost: bool,
     stats: EpisodeStats,
 }
 
@@ -97,6 +99,7 @@ impl ActorEnvironment {
             trial: Trial::default(),
             turns: 0,
             part_began: 0.0,
+            is_lost: false,
             stats: EpisodeStats::default(),
         }
     }
@@ -403,6 +406,7 @@ impl Environment for ActorEnvironment {
         self.trial = Trial::default();
         self.turns = 0;
         self.part_began = 0.0;
+        self.is_lost = false;
         self.stats = EpisodeStats::default();
         let system = self.settings.system_prompt.as_deref();
         Ok(vec![
@@ -427,7 +431,33 @@ impl Environment for ActorEnvironment {
         result
     }
 
+    fn lends_tools(&self) -> bool {
+        true
+    }
+
+    fn use_tool(&mut self, call: &ToolCall) -> Result<String, EnvError> {
+        if self.is_lost {
+            return Ok("error: the sandbox was ended, and nothing is left of it".to_owned());
+        }
+        if call.name == SUBMIT {
+            return Ok("error: the task is judged when the agent ends".to_owned());
+        }
+        self.stats.tool_calls += 1;
+        let called = self.call(call).inspect_err(|_| self.is_lost = true)?;
+        Ok(match called {
+            Called::Told(message) | Called::Done(Some(message)) => message.content,
+            Called::Done(None) => String::new(),
+            Called::Gone(message) => {
+                self.is_lost = true;
+                message.content
+            }
+        })
+    }
+
     fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        if self.is_lost {
+            return self.lost(Vec::new());
+        }
         match self.end_part(Vec::new(), true) {
             Ok(result) => result,
             Err(error) => StepResult {

@@ -47,10 +47,18 @@ while [ "$found" = 1 ] && [ "$passes" -lt 100 ]; do
   done
 done
 [ "$found" = 0 ] || { echo "processes of the agent do not end" >&2; exit 1; }
-if [ -n "$1" ]; then
-  rm -rf -- "$1" && mkdir -p "$1" || exit 1
-fi
-rm -rf -- /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier
+for place in ${1:+"$1"} /logs/verifier; do
+  # Where it is a mount of the sandbox's, all but the folder itself goes.
+  rm -rf -- "$place" 2>/dev/null
+  mkdir -p "$place" || exit 1
+  for left in "$place"/* "$place"/.[!.]* "$place"/..?*; do
+    if [ -e "$left" ] || [ -L "$left" ]; then
+      echo "$left is left" >&2
+      exit 1
+    fi
+  done
+done
+chmod 777 /logs/verifier
 "#;
 
 /// Runs the script, whose two outputs become one.
@@ -254,7 +262,7 @@ mod tests {
     /// In a process namespace of its own, which is what every sandbox has.
     #[test]
     fn what_the_agent_left_running_is_ended_and_the_shell_is_not() {
-        let kill = CLEAN.rsplit_once("rm -rf").unwrap().0;
+        let kill = CLEAN.split_once("for place in").unwrap().0;
         let script = format!("sleep 5 & left=$!; {kill} wait $left; echo ended $?");
         let output = std::process::Command::new("unshare")
             .args(["--pid", "--fork", "--mount-proc", "--map-root-user"])

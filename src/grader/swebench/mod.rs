@@ -11,7 +11,7 @@
 //!   one.
 //! - A test whose status is no known word counts as failed, where the harness counts it nowhere.
 //! - What is no evidence through a fault of the environment has no reward, where the harness
-//!   counts it as unresolved.
+//!   counts it as unresolved. Whether it was the environment, the reference tells ([`PatchGrade::doubt`]).
 //! - Of the patch only what changes no tests is applied ([`split_patch`]), in a sandbox of its own.
 
 mod apply;

@@ -2,6 +2,7 @@
 //! front of the engine, and what it leaves as its answer is graded. What the model sampled for it is
 //! captured there, and is learned from.
 
+mod lent;
 mod program;
 
 #[cfg(test)]
@@ -14,12 +15,14 @@ use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use fs_err as fs;
 use serde_json::json;
 use tokio::sync::oneshot;
 
+use self::lent::{Lent, LentTools};
 use self::program::{Ended, Program};
 use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
@@ -45,6 +48,8 @@ const ANSWER: &str = "answer";
 const MAX_VARIABLE: usize = 100 << 10;
 /// The largest answer that is read.
 const MAX_ANSWER: u64 = 4 << 20;
+/// Time between looks at whether a call of a tool has ended.
+const POLL: Duration = Duration::from_millis(5);
 /// How long the proxy's answers may take once all agents have ended.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -170,10 +175,12 @@ impl<'a> AgentCollector<'a> {
             seed: session_seed,
         } = request;
         let group = group as u64;
-        let mut episode = Episode::start(environment, &task_id, group, sample, seed.step);
+        let episode = Episode::start(environment, &task_id, group, sample, seed.step);
         if episode.has_failed() {
             return vec![episode.into_trajectory()];
         }
+        let (messages, lends_tools) = (episode.messages().to_vec(), episode.lends_tools());
+        let lent: Lent = Arc::new(Mutex::new(Some(episode)));
         // Nobody can guess it, so no agent speaks for another.
         let key = http::uuid4();
         let session = TrainingSession {
@@ -184,12 +191,20 @@ impl<'a> AgentCollector<'a> {
             seed: session_seed,
         };
         let capture = served.capture();
+        if lends_tools {
+            served.tools.lend(&key, &lent);
+        }
         let played = (capture.open(&key, session))
             .map_err(std::io::Error::other)
-            .and_then(|()| self.run(served.address, &key, &task_id, episode.messages()));
+            .and_then(|()| self.run(served.address, &key, &task_id, &messages, lends_tools));
+        served.tools.take_back(&key);
+        let Some(mut episode) = self.taken_back(&lent) else {
+            return Vec::new();
+        };
         let graph = capture.close(&key).unwrap_or_default();
         let has_called = graph.calls().next().is_some();
         match played {
+            _ if episode.has_failed() => {}
             Ok((_, answer)) if has_called => episode.end(answer.as_deref()),
             Ok((ended, _)) => {
                 let how = ended.describe();
@@ -201,6 +216,18 @@ impl<'a> AgentCollector<'a> {
         rows(&graph, episode.into_trajectory())
     }
 
+    /// Returns an episode that was lent, once a call that is under way has ended; none where nobody waits for that.
+    fn taken_back(&self, lent: &Lent) -> Option<Episode> {
+        loop {
+            match lent.try_lock() {
+                Ok(mut episode) => return episode.take(),
+                Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner().take(),
+                Err(TryLockError::WouldBlock) if self.stop.load(Ordering::Relaxed) => return None,
+                Err(TryLockError::WouldBlock) => std::thread::sleep(POLL),
+            }
+        }
+    }
+
     /// Runs the agent and returns how it ended and its answer, if it gave one.
     fn run(
         &self,
@@ -208,6 +235,7 @@ impl<'a> AgentCollector<'a> {
         key: &str,
         task_id: &str,
         messages: &[Message],
+        lends_tools: bool,
     ) -> std::io::Result<(Ended, Option<String>)> {
         let folder = Scratch::new()?;
         let instruction = messages
@@ -245,6 +273,10 @@ impl<'a> AgentCollector<'a> {
             ]
             .map(|(name, value)| (name.to_owned(), value)),
         );
+        if lends_tools {
+            let tools = format!("http://{address}{}", lent::PATH);
+            variables.insert("WARDIAN_TOOLS".to_owned(), tools);
+        }
         if instruction.len() <= MAX_VARIABLE {
             variables.insert("WARDIAN_INSTRUCTION".to_owned(), instruction);
         }
@@ -351,6 +383,9 @@ fn rows(graph: &CallGraph, episode: Trajectory) -> Vec<Trajectory> {
         row.rewards.clone_from(&episode.rewards);
         row.passed = episode.passed;
         row.usage.start_seconds = episode.usage.start_seconds;
+        row.usage.tool_seconds = episode.usage.tool_seconds;
+        row.usage.commands_timed_out = episode.usage.commands_timed_out;
+        row.usage.actors_lost = episode.usage.actors_lost;
         row.usage.grade_seconds = episode.usage.grade_seconds;
         row.usage.fuel = episode.usage.fuel;
     }
@@ -360,6 +395,7 @@ fn rows(graph: &CallGraph, episode: Trajectory) -> Vec<Trajectory> {
 /// The engine behind a proxy on a port of its own, for as long as this lives.
 struct Served {
     address: SocketAddr,
+    tools: LentTools,
     /// Taken when it ends.
     capture: Option<Capture>,
     stop: Option<oneshot::Sender<()>>,
@@ -371,7 +407,8 @@ impl Served {
     fn start(engine: Engine, model: ServedModel) -> Result<Self, RolloutError> {
         let (engine, engine_thread) = EngineHandle::start(engine, usize::MAX)?;
         let capture = Capture::new(Backend::Engine { engine, model }, ProxyConfig::default());
-        let router = capture.router();
+        let tools = LentTools::default();
+        let router = capture.router().merge(tools.router());
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -391,6 +428,7 @@ impl Served {
             })?;
         Ok(Self {
             address,
+            tools,
             capture: Some(capture),
             stop: Some(stop),
             threads: vec![proxy_thread, engine_thread],

@@ -5,9 +5,9 @@ use std::time::Duration;
 use indexmap::IndexMap;
 use wardian::actor::runsc::{RunscBackend, RunscOptions};
 use wardian::actor::{Actor, ActorBackend as _, ActorCommand, ActorSpec, RootFs};
-use wardian::env::actors::{ActorSandbox, grade_instance, judge_trial};
+use wardian::env::actors::{ActorSandbox, Controls, InstanceGrader, judge_trial};
 use wardian::grader::swebench::SwebenchBonus;
-use wardian::grader::{RewardFault, VerdictStatus, VerifyJob, verify};
+use wardian::grader::{GradingFile, RewardFault, VerdictStatus, VerifyJob, verify};
 use wardian::task::harbor::HarborTask;
 use wardian::task::swebench::SwebenchInstance;
 
@@ -21,14 +21,21 @@ fn backend(base: &tempfile::TempDir) -> RunscBackend {
     RunscBackend::open(&options).expect("gVisor is installed, and the tests run as root")
 }
 
-fn instance() -> SwebenchInstance {
-    let row = serde_json::json!({
+fn row() -> serde_json::Value {
+    serde_json::json!({
         "repo": "a/b", "instance_id": "a__b-1", "base_commit": "base", "version": "1",
         "problem_statement": "Twice two is not four.",
         "patch": GOLD, "test_patch": TEST_PATCH, "log_parser": "parse_log_pytest",
         "FAIL_TO_PASS": ["two"], "PASS_TO_PASS": ["zero"], "workdir": "/testbed",
         "test_command": "bad=0; . tests/conftest.py; . tests/test_twice.sh; exit $bad",
-    });
+    })
+}
+
+fn instance() -> SwebenchInstance {
+    instance_of(&row())
+}
+
+fn instance_of(row: &serde_json::Value) -> SwebenchInstance {
     let folder = tempfile::tempdir().expect("a folder can be made");
     let path = folder.path().join("a.jsonl");
     fs_err::write(&path, row.to_string()).expect("the file is written");
@@ -53,8 +60,9 @@ fn gold_gets_one_and_nothing_and_a_cheat_get_none_in_gvisor() {
         (CHEAT.to_owned(), Some(0.0), VerdictStatus::Invalid),
         (format!("{CHEAT}{broken}"), Some(0.0), VerdictStatus::Failed),
     ] {
-        let bonus = SwebenchBonus::default();
-        let grade = grade_instance(&backend, &spec, &instance, &patch, "7f", bonus).unwrap();
+        let grade = grader(&backend, &spec, &instance, &Controls::default())
+            .grade(&patch)
+            .unwrap();
         let verdict = grade.verdict;
         assert_eq!(
             (verdict.reward, verdict.status),
@@ -72,13 +80,87 @@ fn gold_gets_one_and_nothing_and_a_cheat_get_none_in_gvisor() {
     );
 }
 
+fn grader<'a>(
+    backend: &'a RunscBackend,
+    spec: &'a ActorSpec,
+    instance: &'a SwebenchInstance,
+    controls: &'a Controls,
+) -> InstanceGrader<'a> {
+    InstanceGrader {
+        backend,
+        spec,
+        instance,
+        bonus: SwebenchBonus::default(),
+        timeout: Duration::from_secs(10),
+        controls,
+    }
+}
+
+/// A patch of the sources that puts something else in the place of `twice`, which the tests read.
+fn patch_to(line: &str) -> String {
+    let patch = GOLD.replace("twice() { echo $(($1 * 2)); }", line);
+    assert_ne!(patch, GOLD);
+    patch
+}
+
+/// What looks like a broken environment is the patch's doing where the reference passes, and nobody's where it
+/// does not pass either.
+#[test]
+fn a_patch_that_breaks_the_tests_gets_none_and_a_broken_environment_is_nobodys() {
+    let base = tempfile::tempdir().unwrap();
+    let backend = backend(&base);
+    let (root, _) = repository();
+    let mut spec = ActorSpec::new(RootFs::Host);
+    spec.limits.memory = 128 << 20;
+    spec.limits.disk = 128 << 20;
+    spec.mounts
+        .push((root.path().join("testbed"), "/base".into()));
+    let sound = instance();
+    // Its tests print a sign of a broken environment whatever the patch is.
+    let mut row = row();
+    row["test_command"] = "echo ModuleNotFoundError; exit 1".into();
+    let broken = instance_of(&row);
+    let controls = [Controls::default(), Controls::default()];
+    for body in [
+        "echo ModuleNotFoundError; exit 1",
+        "echo Killed; exit 137",
+        "while :; do :; done",
+        "head -c 1000000000 /dev/zero > /tmp/full",
+        "kill -KILL -1; kill -KILL $$",
+    ] {
+        let patch = patch_to(body);
+        let of = |instance, controls| {
+            let grade = grader(&backend, &spec, instance, controls)
+                .grade(&patch)
+                .unwrap();
+            (grade.verdict.reward, grade.verdict.status)
+        };
+        assert_eq!(
+            of(&sound, &controls[0]),
+            (Some(0.0), VerdictStatus::Failed),
+            "{body}"
+        );
+        assert_eq!(
+            of(&broken, &controls[1]),
+            (None, VerdictStatus::InfraError),
+            "{body}"
+        );
+    }
+}
+
 fn is_folder(entry: &std::io::Result<fs_err::DirEntry>) -> bool {
     entry.as_ref().is_ok_and(|entry| entry.path().is_dir())
 }
 
 fn verifier(script: &str) -> VerifyJob {
     VerifyJob {
-        tests: IndexMap::from([("test.sh".to_owned(), script.as_bytes().to_vec())]),
+        tests: IndexMap::from([(
+            "test.sh".to_owned(),
+            GradingFile {
+                content: script.as_bytes().to_vec(),
+                executable: false,
+            },
+        )]),
         script: "/tests/test.sh".to_owned(),
         env: IndexMap::from([("WANTED".to_owned(), "hello".to_owned())]),
         workdir: None,

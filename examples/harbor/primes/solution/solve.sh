@@ -1,5 +1,7 @@
 #!/bin/sh
-for number in $(seq 2 49); do
-    factors=$(factor "$number" | wc -w)
-    [ "$factors" -eq 2 ] && echo "$number"
-done > primes.txt
+awk 'BEGIN {
+    for (number = 2; number < 50; number++) {
+        for (factor = 2; factor < number && number % factor; factor++) {}
+        if (factor == number) print number
+    }
+}' > primes.txt
