@@ -191,7 +191,9 @@ impl Mix {
                 let url = environment_of(&task.id).and_then(|name| self.urls.get(name));
                 (url, &task.options)
             });
-            serde_json::json!([prompt, setup, tests, cases, remote]).to_string()
+            // Those with a sandbox of their own are told by what stands for their tests.
+            let repository = task.repository.as_ref().map(|_| &task.options);
+            serde_json::json!([prompt, setup, tests, cases, remote, repository]).to_string()
         } else {
             task.id.clone()
         }
