@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 /// Time between looks at whether it has ended.
 const POLL: Duration = Duration::from_millis(2);
 /// How long output may stay open once the program has ended: what it left behind may hold it.
-const DRAIN: Duration = Duration::from_millis(200);
+pub(crate) const DRAIN: Duration = Duration::from_millis(200);
 /// How long it may take to end once what it waits for was killed.
 const GRACE: Duration = Duration::from_secs(3);
 
@@ -210,14 +210,14 @@ impl Drop for Group {
 }
 
 /// A stream that is read on a thread of its own for as long as it is open.
-struct Stream {
+pub(crate) struct Stream {
     kept: Arc<Mutex<Kept>>,
     reader: JoinHandle<()>,
 }
 
 /// What is kept of a stream while it is read.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     head: Vec<u8>,
     tail: VecDeque<u8>,
     dropped: u64,
@@ -225,7 +225,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         Self {
             head: Vec::new(),
             tail: VecDeque::new(),
@@ -235,7 +235,7 @@ impl Kept {
     }
 
     /// Keeps `bytes`: the first half of what may be kept for ever, of the rest the end.
-    pub(super) fn add(&mut self, bytes: &[u8]) {
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
         let room = (self.max / 2).saturating_sub(self.head.len());
         let (first, rest) = bytes.split_at(room.min(bytes.len()));
         self.head.extend_from_slice(first);
@@ -246,7 +246,7 @@ impl Kept {
     }
 
     /// Returns what was kept; what comes then is thrown away.
-    pub(super) fn take(&mut self) -> Captured {
+    pub(crate) fn take(&mut self) -> Captured {
         let mut head = std::mem::take(&mut self.head);
         let mut tail = Vec::from(std::mem::take(&mut self.tail));
         self.max = 0;
@@ -262,7 +262,7 @@ impl Kept {
 }
 
 impl Stream {
-    fn read(stream: Option<impl Read + Send + 'static>, max: usize) -> Self {
+    pub(crate) fn read(stream: Option<impl Read + Send + 'static>, max: usize) -> Self {
         let kept = Arc::new(Mutex::new(Kept::new(max)));
         let writer = Arc::clone(&kept);
         let reader = std::thread::spawn(move || {
@@ -284,7 +284,7 @@ impl Stream {
     }
 
     /// Returns what was kept once the stream has ended, or at `until`; what comes then is thrown away.
-    fn finish(self, until: Instant) -> Captured {
+    pub(crate) fn finish(self, until: Instant) -> Captured {
         while !self.reader.is_finished() && Instant::now() < until {
             std::thread::sleep(POLL);
         }

@@ -29,6 +29,7 @@ mod pool;
 mod removal;
 mod run_folder;
 pub mod runsc;
+pub mod sandboxd;
 mod spec;
 mod transfer;
 mod tree;

@@ -94,6 +94,8 @@ enum Command {
     Task(commands::task::TaskArgs),
     /// Prepare the cached Python runtime, or show where it is
     Runtime(commands::runtime::RuntimeArgs),
+    /// Serve commands and files of the machine that this runs in, for actors elsewhere
+    Sandboxd(commands::sandboxd::SandboxdArgs),
     /// Run guests for the process that starts this one
     #[command(hide = true)]
     SandboxWorker,
@@ -129,6 +131,7 @@ pub fn main() -> ExitCode {
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Task(args) => commands::task::run(&args, &printer),
         Command::Runtime(args) => commands::runtime::run(&args, &printer),
+        Command::Sandboxd(args) => commands::sandboxd::run(&args, &printer),
         Command::SandboxWorker => commands::sandbox_worker::run(),
     };
     match outcome {

@@ -274,6 +274,7 @@ impl Workbench {
             return GroupRequest {
                 task_id: task.id.clone(),
                 visit,
+                first_sample: 0,
                 max_new_tokens: Some(setting.max_new_tokens),
                 environments,
             };

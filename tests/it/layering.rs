@@ -16,7 +16,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("chat", &[]),
     ("http", &["causes"]),
     ("collective", &[]),
-    ("actor", &["causes", "process"]),
+    ("actor", &["causes", "http", "process"]),
     ("sandbox", &["causes"]),
     ("engine", &["hub"]),
     ("grader", &["causes", "sandbox"]),

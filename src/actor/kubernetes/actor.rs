@@ -14,8 +14,9 @@ use super::{Machine, Use};
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorLimits, ActorOutput, ActorSnapshot, ActorSpec, Captured,
-    Ending, FileTree, TreeLimits, User, process,
+    Ending, FileTree, TreeLimits, User,
 };
+use crate::process;
 
 /// How long the cluster may take to say what became of a pod whose connection has ended.
 const TELLING: Duration = Duration::from_secs(10);

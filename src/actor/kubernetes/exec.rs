@@ -16,8 +16,8 @@ use super::cluster::Link;
 use super::mark::{Filter, Mark};
 use super::retry::{causes, patiently_once};
 use super::template::CONTAINER;
-use crate::actor::process::Kept;
 use crate::actor::{ActorError, Captured};
+use crate::process::Kept;
 
 /// Bytes of input in one message.
 const PIECE: usize = 32 << 10;

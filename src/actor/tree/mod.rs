@@ -228,7 +228,11 @@ impl FileTree {
 }
 
 /// Reads a file that the host's tree names, unless it has become something else; `bytes` counts.
-fn read_file(path: &Path, limit: u64, bytes: &mut u64) -> Result<Entry, ActorError> {
+pub(in crate::actor) fn read_file(
+    path: &Path,
+    limit: u64,
+    bytes: &mut u64,
+) -> Result<Entry, ActorError> {
     let reading = |source| ActorError::Files {
         activity: "reading a tree",
         source,

@@ -13,6 +13,7 @@ pub(super) mod proxy;
 pub(super) mod report;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
+pub(super) mod sandboxd;
 pub(super) mod serve;
 mod serve_env;
 mod serving;

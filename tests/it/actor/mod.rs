@@ -6,6 +6,7 @@
 mod bwrap;
 pub(crate) mod conformance;
 mod runsc;
+pub(crate) mod sandboxd;
 
 use std::time::Duration;
 
@@ -128,6 +129,8 @@ pub(crate) fn text(actor: &dyn Actor, script: &str) -> String {
     assert!(output.is_success(), "{script}: {output:?}");
     output.stdout.text().trim_end().to_owned()
 }
+
+pub(super) use sandboxd::sandboxd;
 
 pub(super) fn bwrap() -> Scene<BwrapBackend> {
     let base = tempfile::tempdir().unwrap();

@@ -1,0 +1,80 @@
+//! Asynchronous work for callers that wait for it, whatever thread they are on.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::actor::ActorError;
+
+/// How much longer than its limit a piece of work is waited for: it should end by itself.
+const SLACK: Duration = Duration::from_secs(5);
+
+/// The threads that wait for the network.
+#[derive(Debug)]
+pub(in crate::actor) struct Background {
+    /// Taken when it ends.
+    runtime: Option<Runtime>,
+}
+
+impl Background {
+    /// Starts them.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system has no thread left.
+    pub(in crate::actor) fn start() -> Result<Self, ActorError> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("actor-network")
+            .enable_all()
+            .build()
+            .map_err(|source| ActorError::Files {
+                activity: "starting threads for the network",
+                source,
+            })?;
+        Ok(Self {
+            runtime: Some(runtime),
+        })
+    }
+
+    /// Waits for `work`, which should bound itself by `limit`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it takes longer; then it is dropped.
+    pub(in crate::actor) fn run<T: Send + 'static>(
+        &self,
+        activity: &str,
+        limit: Duration,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, ActorError> {
+        let runtime = (self.runtime.as_ref()).expect("it is taken when this is dropped");
+        let (sender, result) = mpsc::sync_channel(1);
+        let task = runtime.spawn(async move {
+            // Who asked may have given up.
+            let _ = sender.send(work.await);
+        });
+        let result = result.recv_timeout(limit.saturating_add(SLACK));
+        task.abort();
+        result.map_err(|error| match error {
+            RecvTimeoutError::Timeout => ActorError::Hung {
+                activity: activity.to_owned(),
+                limit,
+            },
+            RecvTimeoutError::Disconnected => ActorError::Backend {
+                activity: activity.to_owned(),
+                message: "it panicked".to_owned(),
+            },
+        })
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Nobody waits for what is left, and it may be one of its own threads that drops this.
+            runtime.shutdown_background();
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! A server that runs inside an actor or a pod of somebody else's, and the [`Actor`](super::Actor) that is
+//! reached through it.
+//!
+//! [`Server`] is `wardian sandboxd`: commands, trees and health over HTTP/1.1, for those that know its token.
+//! [`SandboxdActor`] is its client. Where a platform starts machines but has no call that runs a program in
+//! them, this is that call.
+//!
+//! **Turns.** Who may use a server *claims* it, and each command or tree that goes in has the next number
+//! under that claim. A number is taken once. So a request can be sent again whenever its answer was lost: it
+//! is run at most once, and its answer is kept until the next. A server that was started anew, or was put
+//! back to an earlier state, knows the claim or the number no more, and says so instead of going on without
+//! what was there.
+//!
+//! **What it guards.** Its token keeps the network out; it is no wall against the programs that it runs. Where
+//! they are root, as it is, they can read the token, and under gVisor end the server even as process 1. An
+//! actor whose server is gone is a fault of ours, as it cannot be told who ended it: to keep a policy from that
+//! way out, run its commands as another user. The wall is the actor's.
+
+mod background;
+mod client;
+mod files;
+mod link;
+mod processes;
+mod server;
+mod token;
+mod wire;
+
+#[cfg(feature = "k8s")]
+pub(in crate::actor) use background::Background;
+pub use client::{SandboxdActor, SandboxdOptions};
+pub use server::{Server, ServerLimits};
+pub use token::{BearerToken, TokenError};
+
+/// Who the messages say is at fault.
+const NAME: &str = "sandboxd";
