@@ -37,6 +37,8 @@ pub struct Capabilities {
     pub network: bool,
     /// Whether the root filesystem may be a folder that the caller names.
     pub root_folder: bool,
+    /// Whether actors start from images of a registry.
+    pub image: bool,
     /// Whether guests may write anywhere in their root filesystem, not only where the spec says.
     pub writable_root: bool,
     /// Whether processes may outlive the command that started them.

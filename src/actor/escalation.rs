@@ -182,7 +182,10 @@ fn lacking(needs: &Needs, found: &Capabilities) -> Vec<&'static str> {
     [
         (needs.shell && !found.shell, "a shell"),
         (needs.network && !found.network, "a network"),
-        (needs.image && !found.root_folder, "root filesystems"),
+        (
+            needs.image && !found.root_folder && !found.image,
+            "root filesystems",
+        ),
         (
             needs.background && !found.background,
             "background processes",
@@ -208,6 +211,7 @@ mod tests {
             shell: true,
             network: false,
             root_folder: true,
+            image: false,
             writable_root,
             background: writable_root,
             users: writable_root,

@@ -6,11 +6,12 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::kubernetes::{self, KubernetesConfig};
 use super::validate::Issues;
 use super::{RunConfig, units};
 
 /// The longest command that a run file may allow.
-const MAX_TIMEOUT: Duration = Duration::from_hours(2);
+pub(super) const MAX_TIMEOUT: Duration = Duration::from_hours(2);
 /// More rollouts than any machine has memory for the actors of.
 const MAX_ACTORS: usize = 4096;
 
@@ -26,6 +27,9 @@ pub struct ActorConfig {
     /// of this machine do not have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub root: Option<String>,
+    /// An image of a registry that stands in for that of every task, for backends of clusters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
     /// A folder with `ID/testbed`, the repository at its base, and `ID/deps`, what its tests need, for each
     /// instance of SWE-bench; in the image unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -50,6 +54,8 @@ pub struct ActorConfig {
     pub test_timeout: Duration,
     /// What a patch of SWE-bench earns besides the 1 for resolving its issue.
     pub bonus: SwebenchBonusConfig,
+    /// The cluster of the backends `kruise` and `agent-sandbox`.
+    pub kubernetes: KubernetesConfig,
 }
 
 impl Default for ActorConfig {
@@ -57,6 +63,7 @@ impl Default for ActorConfig {
         Self {
             backend: ActorBackendName::Auto,
             root: None,
+            image: None,
             repositories: None,
             max_actors: 8,
             memory: ByteSize::gib(2),
@@ -65,6 +72,7 @@ impl Default for ActorConfig {
             command_timeout: Duration::from_mins(1),
             test_timeout: Duration::from_mins(30),
             bonus: SwebenchBonusConfig::default(),
+            kubernetes: KubernetesConfig::default(),
         }
     }
 }
@@ -80,6 +88,10 @@ pub enum ActorBackendName {
     Runsc,
     /// Namespaces of this machine's kernel: weaker, for programs that one would run anyway.
     Bwrap,
+    /// Sandboxes of OpenKruise Agents on Kubernetes; needs a program built with `--features k8s`.
+    Kruise,
+    /// Sandboxes of SIG agent-sandbox on Kubernetes; needs a program built with `--features k8s`.
+    AgentSandbox,
 }
 
 impl ActorBackendName {
@@ -90,6 +102,8 @@ impl ActorBackendName {
             Self::Auto => "auto",
             Self::Runsc => "runsc",
             Self::Bwrap => "bwrap",
+            Self::Kruise => "kruise",
+            Self::AgentSandbox => "agent-sandbox",
         }
     }
 }
@@ -121,6 +135,13 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         "",
         "give `host` or a folder, or leave it out",
     );
+    issues.require(
+        actor.image.is_none() || actor.root.is_none(),
+        key("image"),
+        actor.image.as_deref().unwrap_or_default(),
+        "leave it out, or `root`: each stands in for the images of tasks",
+    );
+    kubernetes::validate(&actor.kubernetes, issues);
     for (name, size) in [("memory", actor.memory), ("disk", actor.disk)] {
         issues.require(
             (ByteSize::mib(64)..=ByteSize::tib(1)).contains(&size),
@@ -188,6 +209,7 @@ mod tests {
         for (text, key) in [
             ("actor.max_actors = 0", "actor.max_actors"),
             ("actor.root = ''", "actor.root"),
+            ("actor = { root = 'host', image = 'i' }", "actor.image"),
             ("actor.memory = '1MiB'", "actor.memory"),
             ("actor.disk = '1MiB'", "actor.disk"),
             ("actor.processes = 1", "actor.processes"),

@@ -319,6 +319,12 @@ fn every_key() -> RunConfig {
     config.trainer.overlong_limit = Some(1);
     config.eval.limit = Some(1);
     config.actor.root = Some(String::new());
+    config.actor.image = Some(String::new());
+    config.actor.kubernetes.namespace = Some(String::new());
+    config.actor.kubernetes.kubeconfig = Some(std::path::PathBuf::new());
+    config.actor.kubernetes.context = Some(String::new());
+    config.actor.kubernetes.api_server = Some(String::new());
+    config.actor.kubernetes.kruise_group = Some(String::new());
     config.actor.repositories = Some(std::path::PathBuf::new());
     config
 }

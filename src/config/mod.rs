@@ -15,6 +15,7 @@
 mod actor;
 mod environment;
 mod error;
+mod kubernetes;
 mod layers;
 mod preset;
 mod remote;
@@ -36,6 +37,7 @@ use crate::task::Split;
 pub use actor::{ActorBackendName, ActorConfig, SwebenchBonusConfig};
 pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
+pub use kubernetes::{KubernetesConfig, TolerationConfig};
 pub use layers::sets_name_environments;
 pub use preset::Preset;
 pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule, TlsConfig};

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::RunError;
-use super::backend::{has_images, open_backend};
+use super::backend::open_backend;
 use crate::actor::escalation::Needs;
 use crate::actor::{ActorError, ActorLimits, RootFs};
 use crate::config::{ActorConfig, ConfigError, Issue, RewardAggregation, RunConfig};
@@ -28,6 +28,8 @@ const HOST: &str = "host";
 #[derive(Debug)]
 pub(super) struct Actors {
     config: ActorConfig,
+    /// Episodes of one task at a time.
+    group: usize,
     place: OnceLock<Arc<Workplace>>,
     /// Whether it was said that some rewards are not to be believed.
     has_warned: AtomicBool,
@@ -35,9 +37,10 @@ pub(super) struct Actors {
 
 impl Actors {
     /// Returns those of a run; none is started.
-    pub(super) fn new(config: &ActorConfig) -> Self {
+    pub(super) fn new(config: &RunConfig) -> Self {
         Self {
-            config: config.clone(),
+            config: config.actor.clone(),
+            group: config.rollout.group_size,
             place: OnceLock::new(),
             has_warned: AtomicBool::new(false),
         }
@@ -115,10 +118,12 @@ impl Actors {
 
     fn open(&self) -> Result<Arc<Workplace>, ActorError> {
         let config = &self.config;
-        let root = config.root.as_deref().map(|root| match root {
-            HOST => RootFs::Host,
-            folder => RootFs::Folder(PathBuf::from(folder)),
-        });
+        let root = match (config.root.as_deref(), &config.image) {
+            (Some(HOST), _) => Some(RootFs::Host),
+            (Some(folder), _) => Some(RootFs::Folder(PathBuf::from(folder))),
+            (None, Some(image)) => Some(RootFs::Image(image.clone())),
+            (None, None) => None,
+        };
         let needs = Needs {
             shell: true,
             image: root != Some(RootFs::Host),
@@ -126,9 +131,16 @@ impl Actors {
             wall: config.command_timeout,
             ..Needs::default()
         };
-        let (backend, why) = open_backend(config, &needs)?;
+        let (backend, why) = open_backend(config, &needs, self.group)?;
         let invalid = |reason: String| Err(ActorError::InvalidSpec { reason });
-        if root.is_none() && !has_images(config.backend) {
+        let starts_images = backend.capabilities().image;
+        if starts_images && config.root.is_some() {
+            return invalid(format!(
+                "`{}` starts images alone; leave `actor.root` out, or give `actor.image`",
+                backend.name()
+            ));
+        }
+        if !starts_images && config.root.is_none() {
             return invalid(format!(
                 "`{}` starts no images; give `actor.root`, which stands in for those of all tasks: `host`, or a \
                  folder with a root filesystem",

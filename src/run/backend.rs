@@ -10,7 +10,7 @@ use crate::causes::with_causes;
 use crate::config::{ActorBackendName, ActorConfig};
 
 /// Opens the backend that `config` names; `auto` takes the strongest that is there, and none weaker than gVisor.
-/// Also returns why it was chosen.
+/// Actors of one task are asked for `group` at a time. Also returns why it was chosen.
 ///
 /// # Errors
 ///
@@ -18,6 +18,7 @@ use crate::config::{ActorBackendName, ActorConfig};
 pub fn open_backend(
     config: &ActorConfig,
     needs: &Needs,
+    group: usize,
 ) -> Result<(Arc<dyn ActorBackend>, String), ActorError> {
     let names: &[ActorBackendName] = match &config.backend {
         ActorBackendName::Auto => &[ActorBackendName::Runsc, ActorBackendName::Bwrap],
@@ -29,7 +30,7 @@ pub fn open_backend(
         rules.weakest = Isolation::Namespaces;
     }
     let opened: Vec<_> = (names.iter())
-        .map(|name| (name.as_str(), open(*name)))
+        .map(|name| (name.as_str(), open(*name, config, group)))
         .collect();
     let candidates: Vec<Candidate> = (opened.iter())
         .map(|(name, backend)| Candidate {
@@ -53,18 +54,111 @@ pub fn open_backend(
 }
 
 /// Opens a backend. One more is opened here, and named in the configuration.
-fn open(name: ActorBackendName) -> Result<Arc<dyn ActorBackend>, ActorError> {
+fn open(
+    name: ActorBackendName,
+    config: &ActorConfig,
+    group: usize,
+) -> Result<Arc<dyn ActorBackend>, ActorError> {
     Ok(match name {
         ActorBackendName::Auto | ActorBackendName::Runsc => {
             Arc::new(RunscBackend::open(&RunscOptions::default())?)
         }
         ActorBackendName::Bwrap => Arc::new(BwrapBackend::open(None)?),
+        ActorBackendName::Kruise | ActorBackendName::AgentSandbox => {
+            cluster::open(name, &config.kubernetes, group)?
+        }
     })
 }
 
-/// Whether the actors of a backend can start from an image of a registry.
-pub(super) fn has_images(name: ActorBackendName) -> bool {
-    match name {
-        ActorBackendName::Auto | ActorBackendName::Runsc | ActorBackendName::Bwrap => false,
+/// Clusters, in a program that is built for them.
+#[cfg(feature = "k8s")]
+mod cluster {
+    use std::sync::Arc;
+
+    use crate::actor::kubernetes::{
+        ApiServer, Controller, KubernetesBackend, KubernetesOptions, Owner, Toleration,
+    };
+    use crate::actor::{ActorBackend, ActorError, User};
+    use crate::config::{ActorBackendName, KubernetesConfig};
+    use crate::http::uuid4;
+
+    pub(super) fn open(
+        name: ActorBackendName,
+        config: &KubernetesConfig,
+        group: usize,
+    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+        let mut controller = match name {
+            ActorBackendName::AgentSandbox => Controller::agent_sandbox(),
+            _ => Controller::kruise(),
+        };
+        if let (Controller::Kruise { group_version }, Some(other)) =
+            (&mut controller, &config.kruise_group)
+        {
+            group_version.clone_from(other);
+        }
+        let mut options = KubernetesOptions::new(controller, format!("run-{}", uuid4()));
+        options.api_server = match (&config.api_server, &config.kubeconfig) {
+            (Some(url), _) => ApiServer::Url(url.clone()),
+            (None, Some(path)) => ApiServer::Kubeconfig {
+                path: path.clone(),
+                context: config.context.clone(),
+            },
+            (None, None) => ApiServer::Infer,
+        };
+        options.namespace.clone_from(&config.namespace);
+        options.warm = u32::try_from(group).unwrap_or(u32::MAX);
+        options.runtime_class =
+            Some(config.runtime_class.clone()).filter(|class| !class.is_empty());
+        options.user = User {
+            uid: config.user,
+            gid: config.user,
+        };
+        options.cpu_millis = config.cpu_millis;
+        options
+            .image_pull_secrets
+            .clone_from(&config.image_pull_secrets);
+        options.node_selector.clone_from(&config.node_selector);
+        options.tolerations = (config.tolerations.iter())
+            .map(|toleration| Toleration {
+                key: toleration.key.clone(),
+                value: toleration.value.clone(),
+                effect: toleration.effect.clone(),
+            })
+            .collect();
+        options.owner = own_pod();
+        options.request_timeout = config.request_timeout;
+        options.ready_timeout = config.ready_timeout;
+        Ok(Arc::new(KubernetesBackend::open(options)?))
+    }
+
+    /// Returns the pod that this runs in, where it is told of it: what it made ends with it.
+    fn own_pod() -> Option<Owner> {
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        Some(Owner {
+            api_version: "v1".to_owned(),
+            kind: "Pod".to_owned(),
+            name: variable("WARDIAN_POD_NAME")?,
+            uid: variable("WARDIAN_POD_UID")?,
+        })
+    }
+}
+
+/// Clusters, in a program that is not built for them.
+#[cfg(not(feature = "k8s"))]
+mod cluster {
+    use std::sync::Arc;
+
+    use crate::actor::{ActorBackend, ActorError};
+    use crate::config::{ActorBackendName, KubernetesConfig};
+
+    pub(super) fn open(
+        name: ActorBackendName,
+        _config: &KubernetesConfig,
+        _group: usize,
+    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+        Err(ActorError::Unusable {
+            backend: name.as_str(),
+            reason: "is not in this program: build it with `--features k8s`".to_owned(),
+        })
     }
 }

@@ -154,7 +154,7 @@ impl Workbench {
         let environments = config.environments.iter().map(setting);
         Ok(Self {
             programs,
-            actors: Arc::new(Actors::new(&config.actor)),
+            actors: Arc::new(Actors::new(config)),
             setting: Setting::new(config, use_tools, true)?,
             environments: environments.collect::<Result<_, RunError>>()?,
             render: RenderOptions {

@@ -18,10 +18,11 @@ The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 5] = [
+const SOURCES: [&str; 6] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
     "src/config/actor.rs",
+    "src/config/kubernetes.rs",
     "src/config/remote.rs",
     "src/grader/reward.rs",
 ];

@@ -115,6 +115,7 @@ impl ActorBackend for BwrapBackend {
             shell: true,
             network: false,
             root_folder: true,
+            image: false,
             writable_root: false,
             background: false,
             users: false,

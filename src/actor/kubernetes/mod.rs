@@ -154,6 +154,7 @@ impl ActorBackend for KubernetesBackend {
             shell: true,
             network: false,
             root_folder: false,
+            image: true,
             writable_root: options.user.uid == 0,
             background: true,
             users: false,

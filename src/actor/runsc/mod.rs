@@ -117,6 +117,7 @@ impl ActorBackend for RunscBackend {
             shell: true,
             network: false,
             root_folder: true,
+            image: false,
             writable_root: true,
             background: true,
             users: true,

@@ -281,7 +281,8 @@ fn an_actor_that_is_killed_from_outside_says_so() {
         let id = actor.id();
         // Its program is known once it has started; then it has a word to say.
         let begun = Instant::now();
-        while !names_below(scene.base.path()).any(|name| name.ends_with("exec-0.pid")) {
+        let has_started = |name: String| name.starts_with("exec-") && name.ends_with(".pid");
+        while !names_below(scene.base.path()).any(has_started) {
             assert!(
                 begun.elapsed() < Duration::from_secs(60),
                 "it does not start"
