@@ -31,6 +31,8 @@ mod run_folder;
 pub mod runsc;
 pub mod sandboxd;
 mod spec;
+#[cfg(feature = "k8s")]
+pub mod substrate;
 mod transfer;
 mod tree;
 

@@ -24,6 +24,8 @@ mod run;
 mod run_file_page;
 mod sandbox;
 mod serve;
+#[cfg(feature = "k8s")]
+mod substrate;
 mod swebench;
 mod task;
 mod task_validation;

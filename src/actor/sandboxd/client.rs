@@ -359,6 +359,13 @@ impl SandboxdActor {
         }
     }
 
+    /// Does something while no request is under way.
+    #[cfg(feature = "k8s")]
+    pub(in crate::actor) fn at_rest<T>(&self, job: impl FnOnce() -> T) -> T {
+        let _turns = self.lock();
+        job()
+    }
+
     /// Has it released by nobody: what it runs in is ended.
     #[cfg(feature = "k8s")]
     pub(in crate::actor) fn forget(&self) {

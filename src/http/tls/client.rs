@@ -28,6 +28,23 @@ impl ClientTls {
         })
     }
 
+    /// As [`Self::new`], for connections that speak HTTP/2.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::new`].
+    #[cfg(feature = "k8s")]
+    pub(crate) fn http2(files: TlsFiles) -> Result<Self, TlsError> {
+        let make = |credentials: &Credentials| {
+            let mut config = client_config(credentials)?;
+            config.alpn_protocols = vec![b"h2".to_vec()];
+            Ok(config)
+        };
+        Ok(Self {
+            config: Reloading::new(files, make)?,
+        })
+    }
+
     /// Secures a connection to `host`, a name or an address without a port, which the server's certificate
     /// must be for.
     ///

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use wardian::actor::sandboxd::{BearerToken, SandboxdActor, SandboxdOptions};
@@ -17,7 +17,7 @@ use wardian::actor::{
 
 use super::{Scene, processes_naming, runsc, sh, spec, text};
 
-const TOKEN: &str = "a-token-of-the-tests";
+pub(crate) const TOKEN: &str = "a-token-of-the-tests";
 
 /// Starts machines whose first process is the server.
 #[derive(Debug)]
@@ -43,12 +43,26 @@ impl Machines {
 
     /// Starts one in namespaces of its own, but for the network.
     pub(crate) fn start(&self) -> Machine {
+        self.start_with(&[])
+    }
+
+    /// As [`Self::start`], with the folders `tmp` and `workspace` of `folder`.
+    #[cfg(feature = "k8s")]
+    pub(crate) fn start_over(&self, folder: &Path) -> Machine {
+        let here = |name: &str| folder.join(name).to_string_lossy().into_owned();
+        let (tmp, workspace) = (here("tmp"), here("workspace"));
+        self.start_with(&["--bind", &tmp, "/tmp", "--bind", &workspace, "/workspace"])
+    }
+
+    fn start_with(&self, more: &[&str]) -> Machine {
         let mut command = Command::new("bwrap");
         command.args("--unshare-pid --as-pid-1 --die-with-parent --cap-add ALL".split(' '));
         command.args("--ro-bind /usr /usr --ro-bind /etc /etc --proc /proc --dev /dev".split(' '));
         command.args("--symlink usr/bin /bin --symlink usr/sbin /sbin".split(' '));
         command.args("--symlink usr/lib /lib --symlink usr/lib64 /lib64".split(' '));
-        command.args("--tmpfs /tmp --dir /root --chdir /".split(' '));
+        command
+            .args("--tmpfs /tmp --dir /root --chdir /".split(' '))
+            .args(more);
         command.args(["--ro-bind", env!("CARGO_BIN_EXE_wardian"), "/wardian"]);
         command.arg("--ro-bind").arg(&self.token).arg("/token");
         command.args(["/wardian", "sandboxd", "--token-file", "/token"]);
@@ -73,11 +87,11 @@ pub(crate) struct Machine {
 
 impl Machine {
     fn start(mut command: Command) -> Self {
-        let mut child = command
+        command
             .args(["--listen", "127.0.0.1:0"])
             .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
+            .stderr(Stdio::piped());
+        let mut child = spawn(command)
             .unwrap_or_else(|error| panic!("{error}\nhint: apt-get install -y bubblewrap"));
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
@@ -97,9 +111,43 @@ impl Machine {
         options(self.address)
     }
 
+    /// Returns the processes of this machine's that are below the one that was started.
+    #[cfg(feature = "k8s")]
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        let mut found = Vec::new();
+        let mut parents = vec![self.child.id()];
+        while let Some(parent) = parents.pop() {
+            let listed = fs_err::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
+            let children = listed.unwrap_or_default();
+            let children = children
+                .split_whitespace()
+                .map(|pid| pid.parse::<u32>().unwrap());
+            parents.extend(children.clone());
+            found.extend(children);
+        }
+        found
+    }
+
     fn connect(&self) -> SandboxdActor {
         SandboxdActor::connect(&self.options(), &spec()).unwrap()
     }
+}
+
+/// Starts a program on a thread that stays: namespaces that die with their parent die with the thread that started them.
+fn spawn(command: Command) -> std::io::Result<Child> {
+    type Job = (Command, mpsc::Sender<std::io::Result<Child>>);
+    static THREAD: LazyLock<mpsc::Sender<Job>> = LazyLock::new(|| {
+        let (sender, jobs) = mpsc::channel::<Job>();
+        std::thread::spawn(move || {
+            for (mut command, answer) in jobs {
+                answer.send(command.spawn()).unwrap_or_default();
+            }
+        });
+        sender
+    });
+    let (answer, started) = mpsc::channel();
+    THREAD.send((command, answer)).unwrap();
+    started.recv().unwrap()
 }
 
 impl Drop for Machine {
@@ -570,7 +618,7 @@ impl Router {
 }
 
 /// Reads a request with a length, and has its connection end with it.
-fn read_request(stream: &mut TcpStream) -> Vec<u8> {
+pub(crate) fn read_request(stream: &mut TcpStream) -> Vec<u8> {
     let mut reader = BufReader::new(stream);
     let mut request = b"".to_vec();
     let mut length = 0;
