@@ -7,6 +7,7 @@ use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::kubernetes::{self, KubernetesConfig};
+use super::substrate::{self, SubstrateConfig};
 use super::validate::Issues;
 use super::{RunConfig, units};
 
@@ -56,6 +57,9 @@ pub struct ActorConfig {
     pub bonus: SwebenchBonusConfig,
     /// The cluster of the backends `kruise` and `agent-sandbox`.
     pub kubernetes: KubernetesConfig,
+    /// The cluster of the backend `substrate`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub substrate: Option<SubstrateConfig>,
 }
 
 impl Default for ActorConfig {
@@ -73,6 +77,7 @@ impl Default for ActorConfig {
             test_timeout: Duration::from_mins(30),
             bonus: SwebenchBonusConfig::default(),
             kubernetes: KubernetesConfig::default(),
+            substrate: None,
         }
     }
 }
@@ -92,6 +97,8 @@ pub enum ActorBackendName {
     Kruise,
     /// Sandboxes of SIG agent-sandbox on Kubernetes; needs a program built with `--features k8s`.
     AgentSandbox,
+    /// Actors of an Agent Substrate; needs a program built with `--features k8s`.
+    Substrate,
 }
 
 impl ActorBackendName {
@@ -104,6 +111,7 @@ impl ActorBackendName {
             Self::Bwrap => "bwrap",
             Self::Kruise => "kruise",
             Self::AgentSandbox => "agent-sandbox",
+            Self::Substrate => "substrate",
         }
     }
 }
@@ -142,6 +150,15 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         "leave it out, or `root`: each stands in for the images of tasks",
     );
     kubernetes::validate(&actor.kubernetes, issues);
+    match &actor.substrate {
+        Some(config) => substrate::validate(config, issues),
+        None => issues.require(
+            actor.backend != ActorBackendName::Substrate,
+            key("substrate"),
+            "",
+            "say where the Substrate is: `actor.substrate` is left out",
+        ),
+    }
     for (name, size) in [("memory", actor.memory), ("disk", actor.disk)] {
         issues.require(
             (ByteSize::mib(64)..=ByteSize::tib(1)).contains(&size),

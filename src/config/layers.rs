@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize as _;
 use toml::{Table, Value};
 
-use super::{ConfigError, EnvironmentConfig, Preset, RemoteConfig, RunConfig};
+use super::{ConfigError, EnvironmentConfig, Preset, RemoteConfig, RunConfig, SubstrateConfig};
 
 /// The largest run file that is read; they are a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -325,18 +325,40 @@ fn every_key() -> RunConfig {
     config.actor.kubernetes.context = Some(String::new());
     config.actor.kubernetes.api_server = Some(String::new());
     config.actor.kubernetes.kruise_group = Some(String::new());
+    config.actor.substrate = Some(every_key_of_substrate());
     config.actor.repositories = Some(std::path::PathBuf::new());
     config
+}
+
+fn every_key_of_substrate() -> SubstrateConfig {
+    SubstrateConfig {
+        control: Some(String::new()),
+        control_token_file: Some(std::path::PathBuf::new()),
+        tls: every_key_of_tls(),
+        new_templates: Some(super::TemplateConfig {
+            storage_location: String::new(),
+            sandbox_config: String::new(),
+            sandboxd_image: Some(String::new()),
+            cpu: Some(String::new()),
+            worker_labels: std::collections::BTreeMap::new(),
+        }),
+        owner: Some(String::new()),
+        ..SubstrateConfig::default()
+    }
+}
+
+fn every_key_of_tls() -> super::TlsConfig {
+    super::TlsConfig {
+        ca: Some(std::path::PathBuf::new()),
+        certificate: Some(std::path::PathBuf::new()),
+        key: Some(std::path::PathBuf::new()),
+    }
 }
 
 fn every_key_of_remote() -> RemoteConfig {
     RemoteConfig {
         episodes: Some(2),
-        tls: Some(super::TlsConfig {
-            ca: Some(std::path::PathBuf::new()),
-            certificate: Some(std::path::PathBuf::new()),
-            key: Some(std::path::PathBuf::new()),
-        }),
+        tls: Some(every_key_of_tls()),
         action_field: Some(String::new()),
         observation: Some(String::new()),
         ..RemoteConfig::default()

@@ -19,6 +19,7 @@ mod kubernetes;
 mod layers;
 mod preset;
 mod remote;
+mod substrate;
 mod units;
 mod validate;
 
@@ -41,6 +42,7 @@ pub use kubernetes::{KubernetesConfig, TolerationConfig};
 pub use layers::sets_name_environments;
 pub use preset::Preset;
 pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule, TlsConfig};
+pub use substrate::{SubstrateConfig, TemplateConfig};
 
 /// Everything that a run is made of.
 ///

@@ -65,8 +65,9 @@ fn open(
         }
         ActorBackendName::Bwrap => Arc::new(BwrapBackend::open(None)?),
         ActorBackendName::Kruise | ActorBackendName::AgentSandbox => {
-            cluster::open(name, &config.kubernetes, group)?
+            cluster::open_kubernetes(name, &config.kubernetes, group)?
         }
+        ActorBackendName::Substrate => cluster::open_substrate(config.substrate.as_ref())?,
     })
 }
 
@@ -78,11 +79,17 @@ mod cluster {
     use crate::actor::kubernetes::{
         ApiServer, Controller, KubernetesBackend, KubernetesOptions, Owner, Toleration,
     };
+    use crate::actor::sandboxd::BearerToken;
+    use crate::actor::substrate::{
+        ControlPlane, SubstrateBackend, SubstrateOptions, TemplateOptions,
+    };
     use crate::actor::{ActorBackend, ActorError, User};
-    use crate::config::{ActorBackendName, KubernetesConfig};
+    use crate::causes::with_causes;
+    use crate::config::{ActorBackendName, KubernetesConfig, SubstrateConfig};
+    use crate::http::tls::TlsFiles;
     use crate::http::uuid4;
 
-    pub(super) fn open(
+    pub(super) fn open_kubernetes(
         name: ActorBackendName,
         config: &KubernetesConfig,
         group: usize,
@@ -131,6 +138,53 @@ mod cluster {
         Ok(Arc::new(KubernetesBackend::open(options)?))
     }
 
+    pub(super) fn open_substrate(
+        config: Option<&SubstrateConfig>,
+    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+        let unusable = |reason: String| ActorError::Unusable {
+            backend: ActorBackendName::Substrate.as_str(),
+            reason,
+        };
+        let config = config.ok_or_else(|| unusable("needs `actor.substrate`".to_owned()))?;
+        let tls = TlsFiles {
+            certificate: config.tls.certificate.clone(),
+            key: config.tls.key.clone(),
+            ca: config.tls.ca.clone(),
+        };
+        let token = BearerToken::from_file(&config.token_file).map_err(|error| {
+            unusable(format!(
+                "needs `actor.substrate.token_file`: {}",
+                with_causes(&error)
+            ))
+        })?;
+        let control = match &config.control {
+            Some(url) => ControlPlane::Grpc {
+                url: url.clone(),
+                tls: tls.clone(),
+                token_file: config.control_token_file.clone(),
+            },
+            None => ControlPlane::Kubectl {
+                program: "kubectl".into(),
+                arguments: config.kubectl_arguments.clone(),
+            },
+        };
+        let mut options = SubstrateOptions::new(control, &config.atespace, &config.router, token);
+        options.router_tls = tls;
+        options.templates.clone_from(&config.templates);
+        options.new_templates = config.new_templates.as_ref().map(|templates| {
+            let mut made =
+                TemplateOptions::new(&templates.storage_location, &templates.sandbox_config);
+            made.sandboxd_image.clone_from(&templates.sandboxd_image);
+            made.cpu.clone_from(&templates.cpu);
+            made.worker_labels.clone_from(&templates.worker_labels);
+            made
+        });
+        options.owner.clone_from(&config.owner);
+        options.call_timeout = config.call_timeout;
+        options.ready_timeout = config.ready_timeout;
+        Ok(Arc::new(SubstrateBackend::open(options)?))
+    }
+
     /// Returns the pod that this runs in, where it is told of it: what it made ends with it.
     fn own_pod() -> Option<Owner> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -149,16 +203,26 @@ mod cluster {
     use std::sync::Arc;
 
     use crate::actor::{ActorBackend, ActorError};
-    use crate::config::{ActorBackendName, KubernetesConfig};
+    use crate::config::{ActorBackendName, KubernetesConfig, SubstrateConfig};
 
-    pub(super) fn open(
+    pub(super) fn open_kubernetes(
         name: ActorBackendName,
         _config: &KubernetesConfig,
         _group: usize,
     ) -> Result<Arc<dyn ActorBackend>, ActorError> {
-        Err(ActorError::Unusable {
+        Err(missing(name))
+    }
+
+    pub(super) fn open_substrate(
+        _config: Option<&SubstrateConfig>,
+    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+        Err(missing(ActorBackendName::Substrate))
+    }
+
+    fn missing(name: ActorBackendName) -> ActorError {
+        ActorError::Unusable {
             backend: name.as_str(),
             reason: "is not in this program: build it with `--features k8s`".to_owned(),
-        })
+        }
     }
 }

@@ -10,8 +10,9 @@ use super::{Cluster, DAY, end_actor, failed, fresh, gone};
 use crate::actor::sandboxd::SandboxdActor;
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
-    TreeLimits, process,
+    TreeLimits,
 };
+use crate::process;
 
 /// What is said of an actor that held too much memory.
 const OUT_OF_MEMORY: &[&str] = &["oom", "out of memory", "memory limit"];

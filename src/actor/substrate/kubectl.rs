@@ -13,7 +13,7 @@ use super::api::{
     ActorState, ActorView, ApiError, ApiErrorKind, NewActor, NewTemplate, SubstrateApi, TagView,
     TemplateView,
 };
-use crate::actor::process;
+use crate::process;
 
 /// The most that it may print.
 const MAX_OUTPUT: usize = 32 << 20;

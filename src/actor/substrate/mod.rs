@@ -40,8 +40,9 @@ use self::names::Names;
 use self::patience::{POLL, patiently};
 use super::janitor::Janitor;
 use super::sandboxd::{Background, SandboxdActor, SandboxdOptions};
-use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs, process};
+use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs};
 use crate::causes::with_causes;
+use crate::process;
 
 const NAME: &str = "substrate";
 /// The header that names the actor to the router.
@@ -154,6 +155,7 @@ impl ActorBackend for SubstrateBackend {
             shell: true,
             network: false,
             root_folder: false,
+            image: true,
             writable_root: true,
             background: true,
             users: true,
