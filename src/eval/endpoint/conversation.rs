@@ -7,9 +7,13 @@ use serde_json::{Map, Value, json};
 use super::results::{EndpointUsage, EpisodeRecord};
 use super::{Asker, EndpointConfig, is_overflow};
 use crate::chat::{Message, ParsedTurn, Role, ToolCall, ToolCallError, ToolSpec, json_type};
+use crate::env::Environment;
 use crate::proxy::{Completion, Ending, ProxyError};
 use crate::rollout::Episode;
 use crate::trajectory::Status;
+
+/// Time between looks at whether an environment elsewhere has begun.
+const RESET_POLL: Duration = Duration::from_millis(5);
 
 /// How the turns of one episode are sampled.
 #[derive(Debug, Clone, Copy)]
@@ -24,8 +28,20 @@ pub(super) enum Ended {
     Done(EpisodeRecord),
     /// The endpoint failed it.
     Failed(EpisodeRecord, ProxyError),
-    /// It was asked to stop, and says what it had cost.
-    Stopped(EpisodeRecord),
+    /// It was asked to stop, and says what it had cost; nothing where it had not begun.
+    Stopped(Option<EpisodeRecord>),
+}
+
+/// Waits for what an environment elsewhere begins with; returns whether it is to be played then.
+pub(super) fn wait_for(asker: &Asker<'_>, environment: &mut dyn Environment) -> bool {
+    environment.prepare();
+    while !environment.is_prepared() {
+        if asker.is_stopped() {
+            return false;
+        }
+        std::thread::sleep(RESET_POLL);
+    }
+    true
 }
 
 /// Plays an episode to its end.
@@ -56,7 +72,7 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
                 let mut trajectory = episode.into_trajectory();
                 let reason = "the evaluation was stopped".to_owned();
                 trajectory.status = Status::Failed { reason };
-                return Ended::Stopped(EpisodeRecord { trajectory, usage });
+                return Ended::Stopped(Some(EpisodeRecord { trajectory, usage }));
             }
             Err(error) if is_overflow(&error) => {
                 episode.close();

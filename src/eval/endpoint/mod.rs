@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
-use self::conversation::{Ended, TurnSampling, backoff, play};
+use self::conversation::{Ended, TurnSampling, backoff, play, wait_for};
 use self::refusal::{is_overflow, remedy};
 use crate::address::shown;
 use crate::proxy::{Completion, ProxyError, Upstream, UpstreamConfig};
@@ -208,7 +208,11 @@ pub fn evaluate_endpoint(
         config.concurrency,
         queue,
         || asker.is_stopped(),
-        |(task_id, group, sample, environment, sampling)| {
+        |(task_id, group, sample, mut environment, sampling)| {
+            // Nobody waits for a server that does not answer once it is to stop.
+            if !wait_for(&asker, &mut *environment) {
+                return Ended::Stopped(None);
+            }
             let episode = Episode::start(environment, &task_id, group, sample, 0);
             play(&asker, episode, sampling)
         },
@@ -255,7 +259,8 @@ impl Keeper<'_> {
     /// Returns whether an episode is done.
     fn keep(&mut self, ended: Ended) -> Result<bool, EndpointError> {
         match ended {
-            Ended::Stopped(record) => {
+            Ended::Stopped(None) => Ok(false),
+            Ended::Stopped(Some(record)) => {
                 self.keep_cost(record)?;
                 Ok(false)
             }

@@ -567,6 +567,55 @@ fn costs_are_those_of_all_that_was_asked() {
     assert_eq!(records[0].trajectory.passed, Some(true));
 }
 
+/// An environment of a server that does not answer; the evaluation is asked to stop meanwhile.
+struct Silent {
+    stop: Arc<AtomicBool>,
+}
+
+impl Environment for Silent {
+    fn is_prepared(&mut self) -> bool {
+        self.stop.store(true, Ordering::Relaxed);
+        false
+    }
+
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        unreachable!("it would wait for the server")
+    }
+
+    fn tools(&self) -> &[ToolSpec] {
+        &[]
+    }
+
+    fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+        unreachable!("it was not reset")
+    }
+
+    fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        unreachable!("it was not reset")
+    }
+
+    fn stats(&self) -> EpisodeStats {
+        EpisodeStats::default()
+    }
+}
+
+#[test]
+fn who_is_to_stop_does_not_wait_for_a_server_that_does_not_answer() {
+    let url = serve(|_| done());
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut asked = requests(&["t"], 1);
+    let silent = Silent {
+        stop: Arc::clone(&stop),
+    };
+    asked[0].environments = vec![Box::new(silent)];
+    let mut results = ResultsFile::in_memory();
+    let outcome = evaluate_endpoint(&config(&url), asked, SEED, &mut results, &stop, &mut |_| {});
+    assert!(
+        matches!(outcome, Err(EndpointError::Stopped { done: 0, total: 1 })),
+        "{outcome:?}"
+    );
+}
+
 /// A file goes on with fewer tasks and samples than it holds.
 #[test]
 fn only_what_is_asked_for_is_reported() {
