@@ -22,9 +22,9 @@ const MAX_FOLDER: u64 = 4 << 30;
 #[derive(Debug, Clone, PartialEq)]
 pub enum RepositoryTask {
     /// A folder in Harbor's format.
-    Harbor(HarborTask),
+    Harbor(Box<HarborTask>),
     /// A row of SWE-bench.
-    Swebench(SwebenchInstance),
+    Swebench(Box<SwebenchInstance>),
 }
 
 impl Task {
@@ -41,7 +41,7 @@ impl Task {
             prompt: first.map_or_else(String::new, |part| part.instruction.trim().to_owned()),
             grader: HARBOR.to_owned(),
             options: digest_option(&digest),
-            repository: Some(Arc::new(RepositoryTask::Harbor(task))),
+            repository: Some(Arc::new(RepositoryTask::Harbor(Box::new(task)))),
             ..Self::default()
         })
     }
@@ -56,7 +56,7 @@ impl Task {
             grader: SWEBENCH.to_owned(),
             reference: Some(instance.reference()),
             options: digest_option(&digest),
-            repository: Some(Arc::new(RepositoryTask::Swebench(instance))),
+            repository: Some(Arc::new(RepositoryTask::Swebench(Box::new(instance)))),
             ..Self::default()
         }
     }

@@ -65,7 +65,7 @@ mod tests {
                 reason: String::new(),
             })
         });
-        assert!(failed.is_err());
+        failed.unwrap_err();
         let control = Control {
             is_sound: true,
             seconds: 1.0,
