@@ -22,6 +22,7 @@ mod command;
 mod error;
 pub mod escalation;
 mod guest;
+pub mod image;
 mod janitor;
 #[cfg(feature = "k8s")]
 pub mod kubernetes;

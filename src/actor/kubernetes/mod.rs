@@ -24,6 +24,7 @@ mod agent_sandbox;
 mod cluster;
 mod exec;
 mod fate;
+mod images;
 mod kruise;
 mod mark;
 mod options;
@@ -38,10 +39,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use kube::core::ApiResource;
 use serde_json::Value;
 
 use self::actor::KubernetesActor;
 use self::cluster::{Cluster, Link};
+use self::images::Images;
+pub use self::images::{BuildOptions, Recipe};
 pub use self::options::{ApiServer, Controller, KubernetesOptions, Owner, Toleration};
 use self::run::{INSTANCE, Run};
 use self::sandboxes::{Pool, Sandboxes, Wish};
@@ -82,6 +86,7 @@ struct Machine {
     cluster: Arc<Cluster>,
     run: Run,
     sandboxes: Sandboxes,
+    images: Option<Images>,
     options: KubernetesOptions,
     /// Pools by the digests of their templates.
     pools: Mutex<BTreeMap<String, Made>>,
@@ -101,11 +106,14 @@ impl KubernetesBackend {
         let cluster = Arc::new(Cluster::connect(&options)?);
         let sandboxes = Sandboxes::new(&options.controller);
         let run = {
-            let kinds = sandboxes.kinds();
+            let kinds = kinds(&sandboxes, &options);
             let link = cluster.link().clone();
             let options = options.clone();
             let mut rights = access::common();
             rights.extend(sandboxes.rights());
+            if options.builds.is_some() {
+                rights.extend(Images::rights());
+            }
             let most = link.limit * REQUESTS;
             cluster.wait("opening the cluster", most, async move {
                 access::check(&link, options.controller.name(), &rights).await?;
@@ -125,6 +133,7 @@ impl KubernetesBackend {
             cluster,
             run,
             sandboxes,
+            images: options.builds.clone().map(Images::new),
             options,
             pools: Mutex::default(),
             count: AtomicU64::new(0),
@@ -137,6 +146,40 @@ impl KubernetesBackend {
             machine: Arc::new(machine),
         })
     }
+
+    /// Builds an image unless its registry has it. Of many who ask for the same one at the same time, one
+    /// has it built, and all have the result.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the options have no builds, where the build fails, with the end of its log, and where the
+    /// registry cannot be asked.
+    pub fn ensure_image(&self, image: &str, recipe: &Recipe) -> Result<(), ActorError> {
+        let machine = &self.machine;
+        let Some(images) = &machine.images else {
+            return Err(ActorError::Unsupported {
+                backend: machine.name(),
+                ability: "build images; say in its options who does",
+            });
+        };
+        images.ensure(image, |options| {
+            let (link, run) = (machine.link().clone(), machine.run.clone());
+            let (options, recipe, name) = (options.clone(), recipe.clone(), image.to_owned());
+            let most = options.timeout + link.limit * REQUESTS + Duration::from_secs(60);
+            machine.wait("building an image", most, async move {
+                images::build(&link, &run, &options, &name, &recipe).await
+            })
+        })
+    }
+}
+
+/// Returns the kinds of a run in the order in which they are deleted.
+fn kinds(sandboxes: &Sandboxes, options: &KubernetesOptions) -> Vec<ApiResource> {
+    let mut kinds = sandboxes.kinds();
+    if options.builds.is_some() {
+        kinds.extend(Images::kinds());
+    }
+    kinds
 }
 
 impl ActorBackend for KubernetesBackend {
@@ -385,7 +428,7 @@ impl Drop for Machine {
     fn drop(&mut self) {
         // Waits for what is deleted in the background.
         drop(self.janitor.take());
-        let (run, kinds) = (self.run.clone(), self.sandboxes.kinds());
+        let (run, kinds) = (self.run.clone(), kinds(&self.sandboxes, &self.options));
         let link = self.link().clone();
         let most = link.limit * REQUESTS + GONE;
         let ended = self.wait("ending the run in the cluster", most, async move {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::images::BuildOptions;
 use crate::actor::{ActorError, User};
 
 /// Whose controllers make the sandboxes.
@@ -128,6 +129,8 @@ pub struct KubernetesOptions {
     pub tolerations: Vec<Toleration>,
     /// What the objects of the run end with, besides with the run itself.
     pub owner: Option<Owner>,
+    /// Who builds images that are not there; nobody unless given, and then fewer rights are needed.
+    pub builds: Option<BuildOptions>,
     /// How long one request may take, with all its repetitions.
     pub request_timeout: Duration,
     /// How long a sandbox may take from its claim until it runs: nodes that are added and images that are
@@ -156,6 +159,7 @@ impl KubernetesOptions {
             node_selector: BTreeMap::new(),
             tolerations: Vec::new(),
             owner: None,
+            builds: None,
             request_timeout: Duration::from_secs(60),
             ready_timeout: Duration::from_secs(600),
         }
@@ -194,7 +198,13 @@ impl KubernetesOptions {
             }
         }
         let day = Duration::from_secs(24 * 3600);
-        if self.request_timeout > day || self.ready_timeout > day {
+        if self
+            .builds
+            .as_ref()
+            .is_some_and(|builds| builds.timeout > day)
+            || self.request_timeout > day
+            || self.ready_timeout > day
+        {
             return unusable("takes times of a day at most".to_owned());
         }
         if self.request_timeout.is_zero() || self.ready_timeout.is_zero() || self.cpu_millis == 0 {

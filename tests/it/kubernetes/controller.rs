@@ -51,6 +51,7 @@ impl Controller {
             while !theirs.is_over.load(Ordering::Relaxed) {
                 theirs.kruise();
                 theirs.sig();
+                super::images::run_jobs(&theirs.cluster);
                 theirs.cluster.kubelet.reconcile(&theirs.cluster);
                 std::thread::sleep(Duration::from_millis(10));
             }

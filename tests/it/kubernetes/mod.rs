@@ -8,6 +8,7 @@ mod conformance;
 mod controller;
 mod exec;
 mod faults;
+mod images;
 mod kubelet;
 mod open;
 mod parity;
@@ -57,6 +58,8 @@ impl Scene {
             missing: Mutex::default(),
             requests: Mutex::default(),
             cuts: watch::channel(0).0,
+            images: Mutex::default(),
+            logs: Mutex::default(),
             token,
             kubelet: Kubelet::new(),
         });

@@ -1,5 +1,6 @@
 //! An API server on the loopback device: discovery, objects, watches, programs in pods, and faults on demand.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,6 +46,10 @@ pub(super) struct Cluster {
     pub(super) requests: Mutex<Vec<String>>,
     /// Counts the times that all watches were cut.
     pub(super) cuts: watch::Sender<u64>,
+    /// What the registry has: `name:tag`.
+    pub(super) images: Mutex<BTreeSet<String>>,
+    /// What the logs of pods hold.
+    pub(super) logs: Mutex<BTreeMap<String, String>>,
     /// What clients must show.
     pub(super) token: Option<&'static str>,
     pub(super) kubelet: Kubelet,
@@ -284,6 +289,12 @@ async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Respon
             .protocols(["v5.channel.k8s.io"])
             .on_upgrade(move |socket| exec::serve(cluster, socket, program));
     }
+    if let (Some("log"), Some(name)) = (target.below.as_deref(), &target.name) {
+        return match cluster.logs.lock().unwrap().get(name) {
+            Some(log) => log.clone().into_response(),
+            None => refuse(&not_found(&POD, name)),
+        };
+    }
     let body = axum::body::to_bytes(body, 4 << 20).await.unwrap();
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
     if target.kind == REVIEW {
@@ -403,8 +414,11 @@ fn verb_of(verb: &str) -> &'static str {
 }
 
 fn resource_of(resource: &str) -> &'static str {
-    if resource == "pods/exec" {
-        return "pods/exec";
+    if let Some(known) = ["pods/exec", "pods/log"]
+        .into_iter()
+        .find(|known| *known == resource)
+    {
+        return known;
     }
     let plurals = KINDS.map(|kind| kind.plural);
     plurals

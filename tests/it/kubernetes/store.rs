@@ -71,8 +71,13 @@ pub(super) const SIG_CLAIM: Kind = kind(
     "sandboxclaims",
 );
 
+pub(super) const JOB: Kind = kind("batch/v1", "Job", "jobs");
+pub(super) const CONFIG_MAP: Kind = kind("v1", "ConfigMap", "configmaps");
+
 /// All kinds: the same kind and plural stand in several groups.
-pub(super) const KINDS: [Kind; 11] = [
+pub(super) const KINDS: [Kind; 13] = [
+    JOB,
+    CONFIG_MAP,
     POD,
     LEASE,
     POLICY,

@@ -1,0 +1,7 @@
+//! Images of registries: what they are called, and whether they are there.
+
+mod reference;
+mod registry;
+
+pub use self::reference::ImageReference;
+pub use self::registry::{Registry, RegistryOptions};
