@@ -31,6 +31,9 @@ const SMALL: usize = 256 << 10;
 /// How much of them is read and made sense of at a time.
 const ALL_SMALL: usize = 8 << 20;
 
+/// How much of bodies that wait for room is kept at a time.
+const ALL_WAITING: usize = 8 << 20;
+
 /// Most values of one JSON text: in memory one takes a hundred bytes and more, whatever its text does.
 const MAX_JSON_VALUES: usize = 1 << 18;
 
@@ -70,6 +73,7 @@ pub(crate) struct Bodies {
     window: Duration,
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
+    waiting: Arc<Semaphore>,
 }
 
 impl Bodies {
@@ -82,6 +86,7 @@ impl Bodies {
             window: PACE_WINDOW,
             small: semaphore(ALL_SMALL),
             large: semaphore(limit.min(u32::MAX as usize)),
+            waiting: semaphore(ALL_WAITING),
         }
     }
 
@@ -169,6 +174,10 @@ impl Bodies {
                 };
                 let permits = u32::try_from(most).expect("limits fit");
                 let asked = Instant::now();
+                // What has come is kept while it waits, and has a bound over all, too.
+                let kept = u32::try_from(length.min(ALL_WAITING)).expect("the bound fits");
+                let place = self.waiting.try_acquire_many(kept);
+                let _place = place.map_err(|_| BodyError::Busy)?;
                 let room = Arc::clone(room).acquire_many_owned(permits);
                 let room = tokio::time::timeout(self.patience, room).await;
                 let room = room.map_err(|_| BodyError::Busy)?;
@@ -407,6 +416,30 @@ mod tests {
         assert_eq!(answer(&router, sent("ab", Some(2))).await, "2");
         drop(all);
         assert_eq!(waiting.await, (SMALL + 1).to_string());
+    }
+
+    #[tokio::test]
+    async fn bodies_that_wait_are_bounded_together() {
+        let bodies = Bodies::new(4 << 20);
+        let router = router(&bodies);
+        let all = Arc::clone(&bodies.large).acquire_many_owned(4 << 20).await;
+        let large = " ".repeat(SMALL + 1);
+        let room = ALL_WAITING / large.len();
+        let mut waiting: Vec<_> = (0..room)
+            .map(|_| sent(large.clone(), Some(large.len())))
+            .map(|request| Box::pin(answer(&router, request)))
+            .collect();
+        for answer in &mut waiting {
+            let early = tokio::time::timeout(Duration::from_millis(5), answer).await;
+            assert!(early.is_err(), "it waits");
+        }
+        let refused = answer(&router, sent(large.clone(), Some(large.len()))).await;
+        assert_eq!(refused, "too much is being read; try again later");
+        drop(all);
+        for answer in waiting {
+            assert_eq!(answer.await, large.len().to_string());
+        }
+        assert_eq!(bodies.waiting.available_permits(), ALL_WAITING);
     }
 
     #[test]

@@ -193,6 +193,7 @@ impl Episode for CodingEpisode {
             metadata.insert("safety_violation".to_owned(), json!(violation));
         }
         if self.interpreter.is_lost() {
+            metadata.insert("exit".to_owned(), json!(outcome.exit));
             metadata.insert("state_lost".to_owned(), json!(true));
         }
         Ok(Observation {

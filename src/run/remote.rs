@@ -77,7 +77,10 @@ impl RemoteSetting {
 fn opening(task: &Task, seed: CollectionSeed<'_>, visit: u64) -> Opening {
     let row = task.reset_row();
     let messages = row.map_or(&[][..], |row| row.messages);
-    let message = |message: &Value| serde_json::from_value::<Message>(message.clone()).ok();
+    let message = |message: &Value| {
+        let message = serde_json::from_value::<Message>(message.clone());
+        message.expect("rows with other messages are refused when they are read")
+    };
     let mut arguments = row
         .map(|ResetRow { arguments, .. }| arguments.clone())
         .unwrap_or_default();
@@ -94,7 +97,7 @@ fn opening(task: &Task, seed: CollectionSeed<'_>, visit: u64) -> Opening {
         }
     }
     Opening {
-        messages: messages.iter().filter_map(message).collect(),
+        messages: messages.iter().map(message).collect(),
         arguments,
     }
 }

@@ -82,9 +82,21 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<Task, TaskError> {
     Ok(Task::for_remote(id, &messages, &arguments))
 }
 
+/// Whether it is a message of a chat, without calls of tools: there are none before the first turn.
 fn is_message(message: &Value) -> bool {
     let text = |key: &str| message.get(key).and_then(Value::as_str);
-    text("content").is_some() && matches!(text("role"), Some("system" | "user" | "assistant"))
+    let is_text_if_any = |key: &str| {
+        let value = message.get(key).unwrap_or(&Value::Null);
+        value.is_null() || value.is_string()
+    };
+    text("content").is_some()
+        && matches!(text("role"), Some("system" | "user" | "assistant"))
+        && ["name", "reasoning_content", "tool_call_id"]
+            .into_iter()
+            .all(is_text_if_any)
+        && message
+            .get("tool_calls")
+            .is_none_or(|calls| calls.is_null() || calls == &json!([]))
 }
 
 #[cfg(test)]
@@ -135,6 +147,8 @@ mod tests {
             json!(3),
             json!([{"role": "tool", "content": ""}]),
             json!([{"role": "user"}]),
+            json!([{"role": "user", "content": "x", "name": 5}]),
+            json!([{"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}]),
             json!(" "),
         ] {
             let error = read(&json!({ "prompt": prompt })).unwrap_err().to_string();

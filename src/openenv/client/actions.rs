@@ -160,21 +160,33 @@ fn text_field(
         let kind = properties.get(field).and_then(|schema| schema.get("type"));
         kind.and_then(Value::as_str) == Some("string")
     };
-    if let Some(field) = named {
-        return match is_text(field) {
-            true => Ok(field.to_owned()),
-            false => Err(format!(
-                "its actions have no string `{field}` (`env.action_field`); they have {}",
-                listed(properties.keys())
-            )),
-        };
-    }
     let required = action.get("required").and_then(Value::as_array);
     let required: Vec<&str> = required
         .into_iter()
         .flatten()
         .filter_map(Value::as_str)
         .collect();
+    if let Some(field) = named {
+        if !is_text(field) {
+            return Err(format!(
+                "its actions have no string `{field}` (`env.action_field`); they have {}",
+                listed(properties.keys())
+            ));
+        }
+        let others = required
+            .iter()
+            .filter(|name| **name != field && **name != "metadata");
+        let others: Vec<String> = others.map(|name| (*name).to_owned()).collect();
+        return match others.is_empty() {
+            true => Ok(field.to_owned()),
+            // The server would refuse every step, and the policy could do nothing about it.
+            false => Err(format!(
+                "its actions need {} besides `{field}` (`env.action_field`), which a text cannot give; set \
+                 `env.actions = \"tools\"`",
+                listed(others.iter())
+            )),
+        };
+    }
     let texts: Vec<&String> = properties.keys().filter(|name| is_text(name)).collect();
     match (&required[..], &texts[..]) {
         ([field], _) if is_text(field) => Ok((*field).to_owned()),
@@ -307,13 +319,15 @@ mod tests {
             )
         );
         // What is asked for by name.
-        let two = json!({"properties": {"a": string, "b": string}, "required": ["a", "b"]});
+        let two = json!({"properties": {"a": string, "b": string}});
+        let both = json!({"properties": {"a": string, "b": string}, "required": ["a", "b"]});
         let named = |field: &str| RemoteConfig {
             action_field: Some(field.to_owned()),
             ..RemoteConfig::new("http://x")
         };
         assert_eq!(of(&two, &named("b")), Ok(Some(text("b"))));
         assert!(matches!(of(&two, &config), Ok(Some(Actions::Step(_)))));
+        assert!(matches!(of(&both, &config), Ok(Some(Actions::Step(_)))));
         let style = |actions| RemoteConfig {
             actions,
             ..RemoteConfig::new("http://x")
@@ -324,6 +338,7 @@ mod tests {
         ));
         for (action, config, expected) in [
             (two.clone(), named("c"), "they have `a`, `b`"),
+            (both, named("b"), "need `a` besides `b`"),
             (two, style(ActionStyle::Text), "env.action_field"),
             (
                 tools.clone(),

@@ -195,6 +195,11 @@ impl RemoteEnvironment {
         self.reward(reply.reward)?;
         // An interpreter that met a limit has no state to go on with, and says so.
         let is_lost = reply.metadata.get("state_lost") == Some(&Value::Bool(true));
+        let exit = reply.metadata.get("exit").and_then(|exit| exit.get("kind"));
+        // Fuel ends programs that do not end; a clock ends those of a server that is busy.
+        if is_lost && exit.and_then(Value::as_str) == Some("deadline_exceeded") {
+            return Err(self.shared.failed(self.slot(), "step", Fault::Deadline));
+        }
         Ok(reply.done || is_lost)
     }
 

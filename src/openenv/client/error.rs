@@ -149,6 +149,9 @@ pub enum Fault {
         /// The key that says so.
         key: &'static str,
     },
+    /// The server's clock ended the step, which says nothing about the policy.
+    #[error("its deadline ended the step, and the session's state was lost; raise its `--timeout`")]
+    Deadline,
     /// The peer says nothing, not even to pings.
     #[error("it has said nothing for {waited:?}, not even to pings")]
     Silent {

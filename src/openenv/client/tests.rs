@@ -386,6 +386,17 @@ fn rewards_are_the_last_and_limits_end_with_what_there_is() {
                 frame["data"]["metadata"] = json!({"state_lost": true});
                 Act::Say(frame.to_string())
             }
+            "late" => {
+                let mut frame: Value = serde_json::from_str(&observed("", None, false)).unwrap();
+                frame["data"]["metadata"] = json!({
+                    "state_lost": true,
+                    "exit": crate::sandbox::Exit::DeadlineExceeded {
+                        limit: Duration::from_secs(1),
+                        elapsed: Duration::from_secs(1),
+                    },
+                });
+                Act::Say(frame.to_string())
+            }
             reward => Act::Say(observed("x", Some(reward.parse().unwrap()), false)),
         },
     });
@@ -410,6 +421,11 @@ fn rewards_are_the_last_and_limits_end_with_what_there_is() {
     let result = play(&["lost"]);
     assert_eq!((result.done, result.reward), (true, Some(0.25)));
     assert_eq!(result.status, Some(EpisodeStatus::Failed));
+    // The clock of a busy server is none of the policy's doing.
+    let mut late = episode(&remote);
+    late.reset().unwrap();
+    let reason = say(&mut late, "late").unwrap_err();
+    assert!(reason.contains("its deadline ended the step"), "{reason}");
     // Sums that are no numbers any more are the server's fault, and nothing to learn from.
     let config = RemoteConfig {
         reward: RewardRule::Sum,
