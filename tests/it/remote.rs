@@ -1,6 +1,7 @@
 //! `wardian train` and `wardian eval` in environments of another server: our own.
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -353,6 +354,85 @@ fn a_server_that_dies_ends_the_run_with_its_reason() {
     assert!(!output.status.success());
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(told.contains("did not answer `/schema`"), "{told}");
+}
+
+/// Asks a process to stop and returns what it told.
+fn stop(process: Child) -> Output {
+    let pid = process.id().to_string();
+    let sent = Command::new("kill").args(["-TERM", &pid]).status();
+    assert!(sent.expect("kill starts").success());
+    process.wait_with_output().expect("it ends")
+}
+
+/// A run whose episodes wait is resumed while its server accepts connections and says nothing: all its episodes
+/// ask it together, and the run stops when it is asked to, as it was.
+#[test]
+fn a_resumed_run_stops_while_its_server_is_silent() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let mut server = Server::start(&["--env", "python"]);
+    let prompt = |number: u32| json!({"prompt": format!("Print {number} with Python.")});
+    let prompts: Vec<_> = (0..10).map(prompt).collect();
+    let prompts = write_rows(path("prompts.jsonl"), &prompts);
+    let env = format!("[env]\nurl = '{}'\nconnect_timeout = '1h'", server.url);
+    let text_of_file = settings(&format!("path = '{}'", text(&prompts)), &env)
+        .replace("steps = 2", "steps = 1000")
+        .replace("limit = 4", "limit = 1")
+        .replace("max_turns = 3", "max_turns = 3\nmax_step_tokens = 12");
+    let (file, run) = (path("run.toml"), path("run"));
+    fs_err::write(&file, text_of_file).expect("written");
+    let arguments = ["train", "--config", text(&file), "--out", text(&run)];
+    let mut running = wardian(&arguments).spawn().expect("it starts");
+    let begun = Instant::now();
+    let rows = || fs_err::read_to_string(run.join("metrics.jsonl"));
+    while rows().unwrap_or_default().is_empty() {
+        let ended = running.try_wait().expect("it can be waited for");
+        assert!(ended.is_none(), "it ended before it was asked to");
+        assert!(begun.elapsed() < Duration::from_secs(300), "no step");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let output = stop(running);
+    assert_eq!(output.status.code(), Some(75), "{}", told(&output));
+    server.kill();
+
+    let address = server.url.trim_start_matches("http://");
+    let listener = TcpListener::bind(address).expect("the port is free again");
+    let (asked, silence) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let schema = r#"{"action": {"properties": {"code": {"type": "string"}}}}"#;
+        let mut silent = Vec::new();
+        for stream in listener.incoming() {
+            let mut stream = stream.expect("a connection");
+            let mut head = [0; 12];
+            // The rest is read with the connection's end.
+            stream.read_exact(&mut head).expect("a request");
+            if head.starts_with(b"GET /schema") {
+                let length = schema.len();
+                let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{schema}");
+                stream.write_all(answer.as_bytes()).expect("written");
+                let _ = stream.read_to_end(&mut Vec::new());
+                continue;
+            }
+            silent.push(stream);
+            if asked.send(silent.len()).is_err() {
+                return;
+            }
+        }
+    });
+    let arguments = ["train", "--resume", text(&run)];
+    let resumed = wardian(&arguments).spawn().expect("it starts");
+    // A connection is waited for as long as this test may take, so that another is of another episode.
+    let patience = Duration::from_secs(120);
+    for expected in [1, 2] {
+        assert_eq!(silence.recv_timeout(patience), Ok(expected));
+    }
+    let output = stop(resumed);
+    assert_eq!(output.status.code(), Some(75), "{}", told(&output));
+    let checkpoints = fs_err::read_dir(run.join("checkpoints")).expect("checkpoints");
+    let waits = |entry: std::io::Result<fs_err::DirEntry>| {
+        entry.is_ok_and(|entry| entry.path().join("episodes.json").is_file())
+    };
+    assert!(checkpoints.into_iter().any(waits), "episodes wait still");
 }
 
 #[test]
