@@ -21,9 +21,13 @@ use tokio_rustls::server::TlsStream;
 
 use super::Peer;
 use super::tls::{HANDSHAKE_WITHIN, ServerTls};
+use super::write_within::WriteWithin;
 
 /// How long a connection may take to send the head of a request, and be idle before it.
 const HEAD_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long a client may read nothing of what it is told.
+const READ_WITHIN: Duration = Duration::from_secs(60);
 
 /// How much is read of a client whose handshake was refused.
 const REFUSED_READ: u64 = 64 << 10;
@@ -80,6 +84,7 @@ pub async fn serve(
     let patience = Patience {
         handshake: HANDSHAKE_WITHIN,
         head: HEAD_WITHIN,
+        read: READ_WITHIN,
     };
     serve_with(listener.into(), router, shutdown, grace, patience).await;
 }
@@ -91,6 +96,8 @@ pub(super) struct Patience {
     pub(super) handshake: Duration,
     /// Over the head of a request.
     pub(super) head: Duration,
+    /// Before it reads more of what it is told.
+    pub(super) read: Duration,
 }
 
 pub(super) async fn serve_with(
@@ -118,12 +125,12 @@ pub(super) async fn serve_with(
                         // longer. Without it the connection is slower, no more.
                         let _ = stream.set_nodelay(true);
                         match tls {
-                            None => converse(stream, service, stopping, patience.head).await,
+                            None => converse(stream, service, stopping, patience).await,
                             // Boxed, so that a plain connection takes no more memory for it.
                             Some(tls) => Box::pin(async move {
                                 let within = patience.handshake;
                                 if let Some(stream) = secure(stream, &tls, &mut stopping, within).await {
-                                    converse(stream, service, stopping, patience.head).await;
+                                    converse(stream, service, stopping, patience).await;
                                 }
                             })
                             .await,
@@ -234,11 +241,12 @@ async fn converse(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     service: Service,
     mut stopping: watch::Receiver<bool>,
-    head_within: Duration,
+    patience: Patience,
 ) {
+    let stream = WriteWithin::new(stream, patience.read);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(head_within)
+        .header_read_timeout(patience.head)
         .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = pin!(connection);
@@ -270,6 +278,8 @@ fn raise_descriptor_limit() {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use axum::routing::get;
 
     use super::*;
@@ -291,6 +301,7 @@ mod tests {
                 "at last"
             }),
         );
+        let router = router.route("/endless", get(async || endless()));
         let stop = watch::Sender::new(false);
         let mut stopped = stop.subscribe();
         let served = tokio::spawn(async move {
@@ -300,6 +311,7 @@ mod tests {
             let patience = Patience {
                 handshake: head_within,
                 head: head_within,
+                read: head_within,
             };
             serve_with(listener.into(), router, shutdown, grace, patience).await;
         });
@@ -326,6 +338,45 @@ mod tests {
                 "{answer}"
             );
         }
+    }
+
+    /// Answers without end that are not dropped yet; one test asks for them.
+    static KEPT: AtomicUsize = AtomicUsize::new(0);
+
+    struct Kept;
+
+    impl Drop for Kept {
+        fn drop(&mut self) {
+            KEPT.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn endless() -> Response {
+        KEPT.fetch_add(1, Ordering::SeqCst);
+        let kept = Kept;
+        let pieces = futures_util::stream::repeat_with(move || {
+            let _kept = &kept;
+            Ok::<_, Infallible>(vec![0_u8; 1 << 16])
+        });
+        Response::new(axum::body::Body::from_stream(pieces))
+    }
+
+    #[tokio::test]
+    async fn who_reads_nothing_of_an_answer_holds_nothing_for_long() {
+        let (address, _stop, _served) = start(Duration::from_millis(300), Duration::ZERO).await;
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let asked = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n";
+        stream.write_all(asked).await.unwrap();
+        let mut some = [0; 1 << 16];
+        stream.read_exact(&mut some).await.unwrap();
+        let is_dropped = async {
+            while KEPT.load(Ordering::SeqCst) > 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let is_dropped = tokio::time::timeout(Duration::from_secs(30), is_dropped).await;
+        is_dropped.expect("the answer is dropped while its client still holds the connection");
+        drop(stream);
     }
 
     #[tokio::test]

@@ -10,6 +10,7 @@ mod retry;
 pub(crate) mod tests_support;
 pub mod tls;
 mod values;
+mod write_within;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

@@ -55,7 +55,11 @@ impl Server {
             let shutdown = async {
                 let _ = stopped.wait_for(|stops| *stops).await;
             };
-            let patience = Patience { handshake, head };
+            let patience = Patience {
+                handshake,
+                head,
+                read: PATIENCE,
+            };
             serve_with(listener, router, shutdown, PATIENCE, patience).await;
         });
         Self {
