@@ -27,6 +27,7 @@ use crate::http::tls::TlsFiles;
 use crate::proxy::UpstreamConfig;
 use crate::rollout::CollectionSeed;
 use crate::run::{RunError, Workbench, evaluation_tasks};
+use crate::trajectory::Status;
 
 /// The longest answer that is read, in bytes: far more than a model says in a turn, as often as there are
 /// episodes at a time.
@@ -404,7 +405,7 @@ pub(super) fn measure(
     let report = EvalReport::new(scores, &config.eval.k, config.seed);
     if report.samples == 0 {
         return Err(Failure::internal(RunError::NothingScored {
-            reason: "the endpoint or the grader failed every episode".to_owned(),
+            reason: why_unscored(&records),
         }));
     }
     let is_too_long =
@@ -426,6 +427,19 @@ pub(super) fn measure(
     Ok(Some((config, report, endpoint)))
 }
 
+/// Returns why the last episode failed that did.
+fn why_unscored(records: &[EpisodeRecord]) -> String {
+    let mut reasons = records
+        .iter()
+        .rev()
+        .filter_map(|record| match &record.trajectory.status {
+            Status::Failed { reason } => Some(reason.clone()),
+            _ => None,
+        });
+    let unknown = || "the endpoint or the grader failed every episode".to_owned();
+    reasons.next().unwrap_or_else(unknown)
+}
+
 impl From<EndpointError> for Failure {
     fn from(error: EndpointError) -> Self {
         if error.is_usage() {
@@ -441,6 +455,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::trajectory::{TokenTrace, Trajectory, Usage};
 
     fn config(sets: &[&str]) -> RunConfig {
         RunConfig::from_toml(
@@ -523,6 +538,33 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn why_no_episode_was_scored_is_told() {
+        let record = |status: Status| EpisodeRecord {
+            trajectory: Trajectory {
+                task_id: "1".to_owned(),
+                group: 0,
+                sample: 0,
+                policy_step: 0,
+                segments: Vec::new(),
+                messages: Vec::new(),
+                turns: Vec::new(),
+                trace: TokenTrace::new(),
+                reward: None,
+                rewards: indexmap::IndexMap::new(),
+                passed: None,
+                status,
+                usage: Usage::default(),
+            },
+            usage: EndpointUsage::default(),
+        };
+        let reason = "the server of `[env]` is down".to_owned();
+        let (failed, finished) = (Status::Failed { reason }, Status::Finished);
+        let told = why_unscored(&[record(failed), record(finished)]);
+        assert_eq!(told, "the server of `[env]` is down");
+        assert!(why_unscored(&[]).contains("every episode"));
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::trajectory::Status;
 
 /// Time between looks at whether an environment elsewhere has begun.
 const RESET_POLL: Duration = Duration::from_millis(5);
+/// The longest name of a function that every server takes, in characters.
+const MAX_NAME: usize = 64;
 
 /// How the turns of one episode are sampled.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +105,12 @@ pub(super) fn play(asker: &Asker<'_>, mut episode: Episode, sampling: TurnSampli
             episode.close();
             break;
         }
-        let calls = push_turn(&mut conversation, completion.message, usage.requests);
+        let calls = push_turn(
+            &mut conversation,
+            completion.message,
+            &tools,
+            usage.requests,
+        );
         push_answers(&mut conversation, &answers, &calls);
     }
     Ended::Done(EpisodeRecord {
@@ -187,12 +194,22 @@ fn read_arguments(name: &str, text: &str) -> Result<Value, ToolCallError> {
 }
 
 /// Adds the model's turn as it said it, and returns the ids of its calls. Its reasoning is left out, as
-/// servers want it; calls get the ids that they lack, and arguments that are no object, which a template
-/// may fail on, are replaced: the model is told what was wrong with them.
-fn push_turn(conversation: &mut Vec<Value>, mut message: Value, turn: u64) -> Vec<String> {
+/// servers want it; calls get the ids that they lack, and what servers or templates may fail on is replaced:
+/// arguments that are no object and names that cannot be, of which the model is told what was wrong with them,
+/// and `null` for nothing said.
+fn push_turn(
+    conversation: &mut Vec<Value>,
+    mut message: Value,
+    tools: &[ToolSpec],
+    turn: u64,
+) -> Vec<String> {
     let mut ids = Vec::new();
     if let Some(fields) = message.as_object_mut() {
         fields.remove("reasoning_content");
+        let calls = fields.get("tool_calls").and_then(Value::as_array);
+        if calls.is_none_or(Vec::is_empty) && fields.get("content").is_none_or(Value::is_null) {
+            fields.insert("content".to_owned(), Value::from(""));
+        }
     }
     // By its index a turn without calls would get a field of nothing, which servers refuse.
     let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
@@ -208,9 +225,25 @@ fn push_turn(conversation: &mut Vec<Value>, mut message: Value, turn: u64) -> Ve
         if !serde_json::from_str(arguments).is_ok_and(|value: Value| value.is_object()) {
             function["arguments"] = Value::from("{}");
         }
+        let name = function["name"].as_str().unwrap_or_default();
+        if !tools.iter().any(|tool| tool.name == name) {
+            function["name"] = Value::from(possible_name(name));
+        }
     }
     conversation.push(message);
     ids
+}
+
+/// Returns a name that every server takes for one of a function's, as much like `name` as it can be.
+fn possible_name(name: &str) -> String {
+    let possible = |c: char| match c {
+        'a'..='z' | 'A'..='Z' | '0'..='9' | '_' | '-' => c,
+        _ => '_',
+    };
+    match name {
+        "" => "unnamed".to_owned(),
+        name => name.chars().take(MAX_NAME).map(possible).collect(),
+    }
 }
 
 /// Adds the environment's answers; those of tools answer the calls one by one.

@@ -22,6 +22,9 @@ const OVERFLOW_WORDS: [&[&str]; 8] = [
     &["input token count", "exceeds"],
 ];
 
+/// What helps where the key is refused.
+const KEY: &str = "check the key (`--api-key-env`)";
+
 /// Returns whether a request was refused because the conversation is longer than the model reads.
 pub(super) fn is_overflow(error: &ProxyError) -> bool {
     let ProxyError::Refused {
@@ -39,16 +42,18 @@ pub(super) fn is_overflow(error: &ProxyError) -> bool {
     code.as_ref().is_some_and(is_named) || OVERFLOW_WORDS.iter().any(is_said)
 }
 
-/// Returns what helps against an error that every episode would meet, if it is one.
+/// Returns what helps against an error that every episode would meet, if it is one. Where some were answered,
+/// most are of this one alone: a gateway may refuse a conversation for what it says.
 pub(super) fn remedy(error: &ProxyError, has_answered: bool) -> Option<&'static str> {
     let (ProxyError::Refused { status, .. } | ProxyError::Unavailable { status, .. }) = error
     else {
         return None;
     };
     match status {
-        401 | 403 => Some("check the key (`--api-key-env`)"),
+        401 => Some(KEY),
+        403 if !has_answered => Some(KEY),
         300..400 => Some("check the address: it leads elsewhere, where no key is sent after it"),
-        404 => {
+        404 if !has_answered => {
             Some("check the address, which ends in `/v1`, and the name of the model (`--model`)")
         }
         400 | 422 if !has_answered && !is_overflow(error) => Some(
@@ -104,5 +109,17 @@ mod tests {
             retry_after: None,
         };
         assert!(remedy(&unavailable, true).is_some_and(|text| text.contains("address")));
+    }
+
+    #[test]
+    fn a_conversation_that_a_gateway_refuses_is_not_the_end_of_all() {
+        for (status, ends_all) in [(401, true), (301, true), (403, false), (404, false)] {
+            let unavailable = ProxyError::Unavailable {
+                status,
+                retry_after: None,
+            };
+            assert!(remedy(&unavailable, false).is_some());
+            assert_eq!(remedy(&unavailable, true).is_some(), ends_all, "{status}");
+        }
     }
 }

@@ -36,23 +36,28 @@ pub struct EndpointUsage {
 impl EndpointUsage {
     /// Adds an answer, with the tokens of its prompt and its own, if they were counted.
     pub(super) fn count(&mut self, tokens: Option<(usize, usize)>) {
-        self.requests += 1;
-        match tokens {
-            Some((prompt, answer)) => {
-                self.prompt_tokens += prompt as u64;
-                self.completion_tokens += answer as u64;
-            }
-            None => self.uncounted += 1,
-        }
+        let (prompt, answer) = tokens.unwrap_or_default();
+        self.add(Self {
+            requests: 1,
+            retries: 0,
+            uncounted: u64::from(tokens.is_none()),
+            prompt_tokens: prompt as u64,
+            completion_tokens: answer as u64,
+        });
     }
 
     /// Adds what another episode cost.
     pub fn add(&mut self, other: Self) {
-        self.requests += other.requests;
-        self.retries += other.retries;
-        self.uncounted += other.uncounted;
-        self.prompt_tokens += other.prompt_tokens;
-        self.completion_tokens += other.completion_tokens;
+        // A file may say anything.
+        for (sum, more) in [
+            (&mut self.requests, other.requests),
+            (&mut self.retries, other.retries),
+            (&mut self.uncounted, other.uncounted),
+            (&mut self.prompt_tokens, other.prompt_tokens),
+            (&mut self.completion_tokens, other.completion_tokens),
+        ] {
+            *sum = sum.saturating_add(more);
+        }
     }
 }
 

@@ -809,3 +809,46 @@ fn the_only_model_needs_no_name() {
     let error = found(&models(&[])).unwrap_err().to_string();
     assert!(error.contains("no models"), "{error}");
 }
+
+/// What the model does not say, and what it calls by no name, is its own failure and no fault of the endpoint.
+#[test]
+fn a_turn_that_servers_would_refuse_to_read_is_sent_as_they_read_it() {
+    let url = serve(|body| {
+        let messages = body["messages"].as_array().unwrap();
+        let is_readable = |message: &Value| {
+            let calls = message["tool_calls"].as_array();
+            let mut names = calls
+                .into_iter()
+                .flatten()
+                .map(|call| call["function"]["name"].as_str().unwrap());
+            let possible = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+            (message["content"].is_string() || calls.is_some())
+                && names.all(|name| (1..=64).contains(&name.len()) && name.chars().all(possible))
+        };
+        match turns_of(body) {
+            _ if !messages.iter().all(is_readable) => whole("400 Bad", "{}"),
+            0 => say(&json!({"role": "assistant", "content": null}), "stop", 10),
+            1 => calls(&[call("a", "no such.tool!", "{}"), call("b", "", "{}")]),
+            2 => calls(&[call("c", &"x".repeat(100), "{}")]),
+            _ => done(),
+        }
+    });
+    let records = records(&config(&url), requests(&["t"], 1));
+    assert_eq!(records[0].trajectory.passed, Some(true), "{records:?}");
+    assert_eq!(records[0].usage.requests, 4);
+}
+
+#[test]
+fn sums_of_counts_stay_sums() {
+    let most = EndpointUsage {
+        requests: u64::MAX,
+        retries: u64::MAX,
+        uncounted: u64::MAX,
+        prompt_tokens: u64::MAX,
+        completion_tokens: u64::MAX,
+    };
+    let mut sum = most;
+    sum.add(most);
+    sum.count(Some((1, 1)));
+    assert_eq!(sum, most);
+}
