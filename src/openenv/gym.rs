@@ -59,6 +59,12 @@ pub(super) enum StepError {
         /// How many there are.
         limit: u32,
     },
+    /// Too many requests of the session wait for each other.
+    #[error("{limit} requests of this session wait already; send one at a time")]
+    Crowded {
+        /// How many may.
+        limit: usize,
+    },
     /// The arguments of a reset cannot be.
     #[error("{message}")]
     Refused {
@@ -178,6 +184,11 @@ pub(super) trait Episode: Send {
 
     /// Returns `episode_id`, `step_count` and what else there is.
     fn state(&self) -> Value;
+
+    /// Returns the tools of the episode as MCP describes them, where they are others than its gym's.
+    fn tools(&self) -> Option<Vec<Value>> {
+        None
+    }
 
     /// Calls a tool.
     fn call(

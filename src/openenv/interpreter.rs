@@ -82,12 +82,27 @@ impl Interpreter {
         limit: Option<Duration>,
         cancel: &Cancel,
     ) -> Result<ExecOutcome, StepError> {
-        let outcome = match limit.filter(|limit| *limit < self.source.limits.deadline) {
-            None => self.live()?.step_cancellable(request, cancel)?,
+        let limit = limit.filter(|limit| *limit < self.source.limits.deadline);
+        let session = self.live()?;
+        let outcome = match limit {
+            None => session.step_cancellable(request, cancel),
             Some(limit) => {
                 let deadline = Deadline::start(limit, cancel);
-                let outcome = self.live()?.step_cancellable(request, &deadline.cancel)?;
-                deadline.apply(outcome)
+                let outcome = session.step_cancellable(request, &deadline.cancel);
+                outcome.map(|outcome| deadline.apply(outcome))
+            }
+        };
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                let is_usage = error.is_usage();
+                let error = StepError::from(error);
+                // Nobody knows what it is now; its instance is another's to have.
+                if error.is_fault() && !is_usage {
+                    let exit = "met a fault of the sandbox".to_owned();
+                    self.place = Place::Lost { exit };
+                }
+                return Err(error);
             }
         };
         if outcome.exit == Exit::Cancelled {

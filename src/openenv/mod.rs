@@ -129,7 +129,8 @@ pub enum Mode {
 pub struct ServerConfig {
     /// Which routes there are. Default: all.
     pub mode: Mode,
-    /// Sessions at a time; more are told `CAPACITY_REACHED`. Default: 4096.
+    /// Sessions at a time, those of single requests among them; more are told `CAPACITY_REACHED`. Default:
+    /// 4096.
     pub max_sessions: usize,
     /// What clients must send as `Authorization: Bearer`; `None` lets everybody in. Default: none.
     pub api_key: Option<ApiKey>,
@@ -416,7 +417,7 @@ impl App {
         session: &Arc<Session>,
         mut work: impl FnMut(&mut dyn Episode, &Cancel) -> Result<T, StepError> + Send + 'static,
     ) -> Result<T, StepError> {
-        let turn = session.turn().await;
+        let turn = session.turn().await?;
         let cancel = Cancel::new();
         let mut guard = CancelOnDrop {
             app: self,
@@ -434,9 +435,8 @@ impl App {
                     Err(StepError::Full { limit }) if parked < MAX_PARKED_FOR_ONE => {
                         parked += 1;
                         match app.sessions.park_one() {
-                            Ok(true) => app.metrics.count_parked(),
-                            Ok(false) => break Err(StepError::Full { limit }),
-                            Err(error) => break Err(error),
+                            true => app.metrics.count_parked(),
+                            false => break Err(StepError::Full { limit }),
                         }
                     }
                     result => break result,

@@ -21,7 +21,7 @@ use serde_json::{Map, Value, json};
 
 use super::gym::{StepError, Tasks};
 use super::rpc::{self, ForkError};
-use super::sessions::Session;
+use super::sessions::{AtCapacity, Session};
 use super::socket::{self, Dialect, OpenSocket};
 use super::validate::{self, Field, Invalid, Kind};
 use super::wire::{self, capacity_message};
@@ -92,13 +92,19 @@ fn read(
     }
 }
 
+fn at_capacity(app: &App, AtCapacity { active, max }: AtCapacity) -> Response {
+    app.metrics.count_refusal();
+    let message = capacity_message(active, max);
+    detail(StatusCode::SERVICE_UNAVAILABLE, message)
+}
+
 fn failed(app: &App, error: &StepError) -> Response {
     app.note(error);
     let status = match error {
         StepError::Refused { .. } => StatusCode::BAD_REQUEST,
         StepError::NoEpisode | StepError::StateLost { .. } => StatusCode::CONFLICT,
         StepError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
-        StepError::Full { .. } => StatusCode::SERVICE_UNAVAILABLE,
+        StepError::Full { .. } | StepError::Crowded { .. } => StatusCode::SERVICE_UNAVAILABLE,
         StepError::Cancelled | StepError::Sandbox(_) | StepError::Environment { .. } => {
             StatusCode::INTERNAL_SERVER_ERROR
         }
@@ -159,6 +165,10 @@ pub(super) async fn reset(State(app): Shared, body: Body) -> Response {
         Err(response) => return response,
     };
     let session = Session::new(app.gym.open());
+    let _slot = match app.sessions.lend(&session) {
+        Ok(slot) => slot,
+        Err(capacity) => return at_capacity(&app, capacity),
+    };
     match app.reset(&session, arguments).await {
         Ok(mut observation) => {
             // There is nothing that its id would name.
@@ -171,13 +181,15 @@ pub(super) async fn reset(State(app): Shared, body: Body) -> Response {
 
 /// Takes a step in an environment of its own.
 pub(super) async fn step(State(app): Shared, body: Body) -> Response {
-    let body = match read(body, STEP, true) {
+    let mut body = match read(body, STEP, true) {
         Ok(Some(body)) => body,
         Ok(None) => return unprocessable(&[Invalid::no_body()], false),
         Err(response) => return response,
     };
-    let action = body.get("action").and_then(Value::as_object).cloned();
-    let action = action.unwrap_or_default();
+    let action = match body.remove("action") {
+        Some(Value::Object(action)) => action,
+        _ => Map::new(),
+    };
     let faults = app.gym.check(&action);
     if !faults.is_empty() {
         return unprocessable(&faults, true);
@@ -186,7 +198,13 @@ pub(super) async fn step(State(app): Shared, body: Body) -> Response {
         .get("timeout_s")
         .and_then(Value::as_f64)
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    // The step may wait for long.
+    drop(body);
     let session = Session::new(app.gym.open());
+    let _slot = match app.sessions.lend(&session) {
+        Ok(slot) => slot,
+        Err(capacity) => return at_capacity(&app, capacity),
+    };
     // What comes before the step is this request's, too.
     if app.gym.needs_reset()
         && let Err(error) = app.reset(&session, Map::new()).await
@@ -265,9 +283,9 @@ pub(super) async fn fork(
     match rpc::fork(&app, &session, Some(query.count.unwrap_or(1))).await {
         Ok(ids) => Json(json!({"session_ids": ids})).into_response(),
         Err(ForkError::Count(message)) => detail(StatusCode::BAD_REQUEST, message),
-        Err(ForkError::Capacity(capacity)) => detail(
+        Err(ForkError::Capacity(AtCapacity { active, max })) => detail(
             StatusCode::SERVICE_UNAVAILABLE,
-            capacity_message(capacity.active, capacity.max),
+            capacity_message(active, max),
         ),
         Err(ForkError::Step(error)) => failed(&app, &error),
     }

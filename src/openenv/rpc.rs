@@ -92,10 +92,7 @@ pub(super) async fn answer(app: &Arc<App>, body: &Value, own: Option<&Arc<Sessio
         .and_then(Value::as_object)
         .unwrap_or(&empty);
     match request.get("method").and_then(Value::as_str).unwrap_or("") {
-        "tools/list" => match app.gym.tools() {
-            Some(tools) => succeeded(id, json!({"tools": tools})),
-            None => no_tools(id),
-        },
+        "tools/list" => list_tools(app, id, params, own).await,
         "tools/call" => call_tool(app, id, params, own).await,
         "openenv/session/create" => create(app, id, own),
         "openenv/session/close" => close(app, id, params),
@@ -162,6 +159,29 @@ fn named(
     }
 }
 
+async fn list_tools(
+    app: &Arc<App>,
+    id: &Value,
+    params: &Map<String, Value>,
+    own: Option<&Arc<Session>>,
+) -> Value {
+    let Some(all) = app.gym.tools() else {
+        return no_tools(id);
+    };
+    let session = match named(app, id, params, own) {
+        Ok(Some(session)) => session,
+        Ok(None) => return succeeded(id, json!({"tools": all})),
+        Err(answer) => return answer,
+    };
+    let listed = app
+        .on_episode(&session, |episode, _| Ok(episode.tools()))
+        .await;
+    match listed {
+        Ok(tools) => succeeded(id, json!({"tools": tools.unwrap_or(all)})),
+        Err(error) => step_failed(app, id, &error),
+    }
+}
+
 async fn call_tool(
     app: &Arc<App>,
     id: &Value,
@@ -171,9 +191,18 @@ async fn call_tool(
     if app.gym.tools().is_none() {
         return no_tools(id);
     }
-    let session = match named(app, id, params, own) {
-        Ok(Some(session)) => session,
-        Ok(None) => Session::new(app.gym.open()),
+    let (session, _slot) = match named(app, id, params, own) {
+        Ok(Some(session)) => (session, None),
+        Ok(None) => {
+            let session = Session::new(app.gym.open());
+            match app.sessions.lend(&session) {
+                Ok(slot) => (session, Some(slot)),
+                Err(capacity) => {
+                    app.metrics.count_refusal();
+                    return at_capacity(id, capacity);
+                }
+            }
+        }
         Err(answer) => return answer,
     };
     let Some(name) = params.get("name").and_then(Value::as_str) else {

@@ -14,12 +14,17 @@ use crate::http::uuid4;
 /// Fuel beyond which a session's next step is expected to be heavy: mostly half a millisecond.
 const HEAVY_FUEL: u64 = 3_000_000;
 
+/// Requests of one session that wait for their turn.
+const MAX_WAITING: usize = 64;
+
 /// One client's environment.
 pub(super) struct Session {
     pub(super) id: String,
     episode: Mutex<Box<dyn Episode>>,
     /// One permit, for the request whose turn it is.
     turns: Arc<Semaphore>,
+    /// One permit for each request that may wait for its turn.
+    waiting: Semaphore,
     /// A running mean of what its steps burn.
     fuel: AtomicU64,
     last_used: Mutex<Instant>,
@@ -31,17 +36,22 @@ impl Session {
             id: uuid4(),
             episode: Mutex::new(episode),
             turns: Arc::new(Semaphore::new(1)),
+            waiting: Semaphore::new(MAX_WAITING),
             fuel: AtomicU64::new(0),
             last_used: Mutex::new(Instant::now()),
         })
     }
 
     /// Waits until no other request has a turn, first come, first served.
-    pub(super) async fn turn(&self) -> OwnedSemaphorePermit {
-        Arc::clone(&self.turns)
-            .acquire_owned()
-            .await
-            .expect("the semaphore is never closed")
+    ///
+    /// # Errors
+    ///
+    /// Fails where too many wait already, each with what it asks.
+    pub(super) async fn turn(&self) -> Result<OwnedSemaphorePermit, StepError> {
+        let limit = MAX_WAITING;
+        let _place = (self.waiting.try_acquire()).map_err(|_| StepError::Crowded { limit })?;
+        let turn = Arc::clone(&self.turns).acquire_owned().await;
+        Ok(turn.expect("the semaphore is never closed"))
     }
 
     /// Waits until nobody else uses the environment: for whoever has the turn, not for long.
@@ -177,6 +187,15 @@ impl Sessions {
         self.admit(std::slice::from_ref(session), true, false)
     }
 
+    /// Admits the session of one request, which ends with what is returned.
+    pub(super) fn lend(&self, session: &Arc<Session>) -> Result<Lent<'_>, AtCapacity> {
+        self.open(session)?;
+        Ok(Lent {
+            sessions: self,
+            id: session.id.clone(),
+        })
+    }
+
     /// Admits sessions that sockets may attach to, and leave.
     pub(super) fn create(&self, sessions: &[Arc<Session>]) -> Result<(), AtCapacity> {
         self.admit(sessions, false, true)
@@ -274,28 +293,51 @@ impl Sessions {
             .collect()
     }
 
-    /// Parks the session that is idle longest and has an interpreter.
-    pub(super) fn park_one(&self) -> Result<bool, StepError> {
+    /// Parks the session that is idle longest and has an interpreter; returns whether there was one. One that
+    /// cannot be parked is no matter of whoever needs an interpreter: the next one is tried.
+    pub(super) fn park_one(&self) -> bool {
         for session in self.idle_for(Duration::ZERO) {
-            if let Some(mut episode) = session.idle_episode()
-                && episode.park()?
-            {
-                return Ok(true);
+            let Some(mut episode) = session.idle_episode() else {
+                continue;
+            };
+            match episode.park() {
+                Ok(true) => return true,
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::error!(error = %error.describe(), "a session was not put to rest");
+                }
             }
         }
-        Ok(false)
+        false
+    }
+}
+
+/// The slot of a session that is one request's.
+pub(super) struct Lent<'a> {
+    sessions: &'a Sessions,
+    id: String,
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        self.sessions.detach(&self.id);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::task::{Context, Waker};
+
     use serde_json::{Map, Value};
 
     use super::*;
     use crate::openenv::gym::Observation;
     use crate::sandbox::Cancel;
 
-    struct Bare;
+    #[derive(Default)]
+    struct Bare {
+        cannot_park: bool,
+    }
 
     impl Episode for Bare {
         fn reset(&mut self, _: &Map<String, Value>, _: &Cancel) -> Result<Observation, StepError> {
@@ -320,14 +362,50 @@ mod tests {
         }
 
         fn park(&mut self) -> Result<bool, StepError> {
-            Ok(true)
+            let message = "of the test".to_owned();
+            match self.cannot_park {
+                true => Err(StepError::Environment { message }),
+                false => Ok(true),
+            }
         }
+    }
+
+    #[test]
+    fn a_session_that_cannot_be_parked_is_no_matter_of_others() {
+        let sessions = Sessions::new(2);
+        let broken = Session::new(Box::new(Bare { cannot_park: true }));
+        sessions.create(std::slice::from_ref(&broken)).unwrap();
+        assert!(!sessions.park_one());
+        let whole = Session::new(Box::new(Bare::default()));
+        sessions.create(std::slice::from_ref(&whole)).unwrap();
+        // The broken one is tried first.
+        assert_eq!(sessions.idle_for(Duration::ZERO)[0].id, broken.id);
+        assert!(sessions.park_one());
+    }
+
+    #[tokio::test]
+    async fn requests_of_one_session_wait_and_not_without_end() {
+        let session = Session::new(Box::new(Bare::default()));
+        let turn = session.turn().await.unwrap();
+        let mut waiting = Vec::new();
+        for _ in 0..MAX_WAITING {
+            let mut next = Box::pin(session.turn());
+            let mut context = Context::from_waker(Waker::noop());
+            assert!(next.as_mut().poll(&mut context).is_pending());
+            waiting.push(next);
+        }
+        let crowded = session.turn().await.unwrap_err();
+        assert!(matches!(crowded, StepError::Crowded { .. }), "{crowded}");
+        drop(turn);
+        drop(waiting.remove(0).await.unwrap());
+        waiting.clear();
+        drop(session.turn().await.unwrap());
     }
 
     #[test]
     fn a_session_whose_step_panicked_is_still_looked_after() {
         let sessions = Sessions::new(1);
-        let session = Session::new(Box::new(Bare));
+        let session = Session::new(Box::new(Bare::default()));
         sessions.create(std::slice::from_ref(&session)).unwrap();
         let stepping = Arc::clone(&session);
         let step = std::thread::spawn(move || {
@@ -335,7 +413,7 @@ mod tests {
             panic!("of the test");
         });
         step.join().unwrap_err();
-        assert!(sessions.park_one().unwrap());
+        assert!(sessions.park_one());
         assert_eq!(sessions.reap(Duration::ZERO), 1);
     }
 }

@@ -128,13 +128,21 @@ impl TaskGym {
         }
     }
 
+    /// Returns the tools of all tasks, each once: what is submitted differs.
     fn specs(&self) -> Vec<ToolSpec> {
-        let kind = self
-            .parts
-            .tasks
-            .first()
-            .map_or(SubmissionKind::Code, |task| task.submission_kind());
-        ToolEnvironment::tool_specs(kind)
+        let mut specs: Vec<ToolSpec> = Vec::new();
+        for kind in [SubmissionKind::Code, SubmissionKind::Text] {
+            let mut tasks = self.parts.tasks.iter();
+            if !tasks.any(|task| task.submission_kind() == kind) {
+                continue;
+            }
+            for spec in ToolEnvironment::tool_specs(kind) {
+                if specs.iter().all(|known| known.name != spec.name) {
+                    specs.push(spec);
+                }
+            }
+        }
+        specs
     }
 }
 
@@ -169,20 +177,25 @@ impl Gym for TaskGym {
     }
 
     fn tools(&self) -> Option<Vec<Value>> {
-        let specs = self.specs().into_iter();
-        let tools = specs.map(|tool| {
-            json!({
-                "name": tool.name, "title": null, "description": tool.description,
-                "inputSchema": tool.parameters, "outputSchema": null, "icons": null,
-                "annotations": null, "meta": null, "execution": null,
-            })
-        });
-        Some(tools.collect())
+        Some(mcp_tools(self.specs()))
     }
 
     fn tasks(&self) -> Option<&dyn Tasks> {
         Some(self)
     }
+}
+
+/// Returns tools as MCP describes them.
+fn mcp_tools(specs: Vec<ToolSpec>) -> Vec<Value> {
+    let specs = specs.into_iter();
+    let tools = specs.map(|tool| {
+        json!({
+            "name": tool.name, "title": null, "description": tool.description,
+            "inputSchema": tool.parameters, "outputSchema": null, "icons": null,
+            "annotations": null, "meta": null, "execution": null,
+        })
+    });
+    tools.collect()
 }
 
 impl Tasks for TaskGym {
@@ -261,6 +274,14 @@ impl From<EnvError> for StepError {
 }
 
 impl TaskEpisode {
+    /// Returns the tools of the task that was begun, or of all that may be.
+    fn specs(&self) -> Vec<ToolSpec> {
+        match &self.begun {
+            Some(begun) => ToolEnvironment::tool_specs(begun.task.submission_kind()),
+            None => self.gym.specs(),
+        }
+    }
+
     /// Returns the task that a reset asks for.
     fn choose(&self, arguments: &Map<String, Value>, seed: u64) -> Result<Arc<Task>, StepError> {
         let tasks = &self.gym.parts.tasks;
@@ -342,7 +363,7 @@ impl TaskEpisode {
 
     /// Returns what is wrong with a call: `error_type` and `message`.
     fn refusal(&self, tool: &str, arguments: &Map<String, Value>) -> Option<(&str, String)> {
-        let specs = self.gym.specs();
+        let specs = self.specs();
         let Some(spec) = specs.iter().find(|spec| spec.name == tool) else {
             return Some(("tool_not_found", format!("Unknown tool: '{tool}'")));
         };
@@ -425,7 +446,7 @@ impl Episode for TaskEpisode {
     ) -> Result<Observation, StepError> {
         let mut fields = Map::new();
         if action.get("type").and_then(Value::as_str) == Some("list_tools") {
-            let specs = self.gym.specs().into_iter();
+            let specs = self.specs().into_iter();
             let tools: Vec<_> = specs
                 .map(|tool| {
                     json!({
@@ -480,6 +501,10 @@ impl Episode for TaskEpisode {
             "step_count": self.progress.step_count,
             "task_id": self.begun.as_ref().map(|begun| &begun.task.id),
         })
+    }
+
+    fn tools(&self) -> Option<Vec<Value>> {
+        Some(mcp_tools(self.specs()))
     }
 
     fn call(

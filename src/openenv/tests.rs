@@ -379,12 +379,22 @@ async fn a_full_server_says_so_and_goes_on() {
         expected["mcp_http_session_create"]["response"]["body"]
     );
     assert_eq!(server.ask("GET", "/ready", "", "").await.0, 503);
+    // What has a session for one request alone, has none to spare either.
+    let act = json!({"action": {"code": "print(1)"}}).to_string();
+    for (path, body) in [("/reset", "{}"), ("/step", act.as_str())] {
+        let (status, _, answer) = server.ask("POST", path, body, "").await;
+        assert_eq!(status, 503, "{path}: {answer}");
+        let message = answer["detail"].as_str().unwrap();
+        assert!(message.contains("1/1"), "{path}: {message}");
+    }
     // The one inside is unharmed, and its slot is free once it goes.
     assert_eq!(first.stdout("print(1)").await, "1\n");
     drop(first);
     server
         .until("the slot is free", |app| app.sessions.active() == 0)
         .await;
+    assert_eq!(server.ask("POST", "/step", &act, "").await.0, 200);
+    assert_eq!(server.app.sessions.active(), 0);
     server.connect().await.reset().await;
 }
 
@@ -855,10 +865,6 @@ mod with_tasks {
     }
 
     async fn server_on(sandbox: Arc<dyn Sandbox>) -> TestServer {
-        let file = tempfile::Builder::new()
-            .suffix(".jsonl")
-            .tempfile()
-            .unwrap();
         let tasks = [("one", 1), ("two", 2)].map(|(id, number)| {
             let tests = [format!("assert f() == {number}")];
             let prompt = format!("Write f that returns {number}.");
@@ -868,6 +874,14 @@ mod with_tasks {
             })
             .to_string()
         });
+        serve_tasks(sandbox, &tasks).await
+    }
+
+    async fn serve_tasks(sandbox: Arc<dyn Sandbox>, tasks: &[String]) -> TestServer {
+        let file = tempfile::Builder::new()
+            .suffix(".jsonl")
+            .tempfile()
+            .unwrap();
         fs_err::write(file.path(), tasks.join("\n")).unwrap();
         let tasks = TaskSet::open_with(file.path(), &TaskOptions::default()).unwrap();
         let graders = GraderRegistry::standard(&sandbox, &GradeLimits::default());
@@ -887,6 +901,49 @@ mod with_tasks {
             }),
         };
         TestServer::start(environment, ServerConfig::default()).await
+    }
+
+    #[tokio::test]
+    async fn each_task_has_its_own_tool_to_submit_with() {
+        let code = json!({
+            "grader": DEFAULT_GRADER, "task_id": "one", "prompt": "Write f that returns 1.",
+            "tests": ["assert f() == 1"], "entry_points": ["f"],
+        });
+        let answer = json!({
+            "grader": "numeric", "task_id": "three", "prompt": "What is 1 + 2?", "answer": 3,
+        });
+        let tasks = [code.to_string(), answer.to_string()];
+        let server = serve_tasks(Arc::new(RUNTIME.clone()), &tasks).await;
+        let mut socket = server.connect().await;
+        let names = |tools: &Value| -> Vec<String> {
+            let names = tools.as_array().unwrap().iter().map(|tool| &tool["name"]);
+            names
+                .map(|name| name.as_str().unwrap().to_owned())
+                .collect()
+        };
+        let all = ["run_python", "submit_solution", "submit_answer"];
+        let listed = server.rpc("tools/list", json!({})).await;
+        assert_eq!(names(&listed["result"]["tools"]), all);
+        let list = json!({"type": "step", "data": {"type": "list_tools"}});
+        for (task, tool, argument) in [
+            ("three", "submit_answer", json!({"answer": "3"})),
+            (
+                "one",
+                "submit_solution",
+                json!({"code": "def f(): return 1"}),
+            ),
+        ] {
+            let reset = json!({"type": "reset", "data": {"task_id": task}});
+            let begun = socket.call(reset).await;
+            let id = &begun["data"]["observation"]["metadata"]["session_id"];
+            let tools = socket.call(list.clone()).await;
+            let own = ["run_python", tool];
+            assert_eq!(names(&tools["data"]["observation"]["tools"]), own);
+            let listed = server.rpc("tools/list", json!({"session_id": id})).await;
+            assert_eq!(names(&listed["result"]["tools"]), own, "{listed}");
+            let end = socket.call(call(tool, argument)).await;
+            assert_eq!(end["data"]["reward"], 1.0, "{end}");
+        }
     }
 
     #[expect(
