@@ -130,6 +130,16 @@ pub(crate) fn is_cross_site(headers: &HeaderMap) -> bool {
     !origin.to_str().is_ok_and(is_own)
 }
 
+/// Returns whether a request from this machine asks for a name that is no address and not `localhost`: a
+/// page whose name was made to lead here asks so, and of a question without effect a browser does not say
+/// whose page asks.
+pub(crate) fn is_misled(request: &Request) -> bool {
+    let peer = request.extensions().get::<Peer>();
+    let is_local = peer.is_some_and(|Peer(address)| address.to_canonical().is_loopback());
+    let host = request.headers().get(header::HOST);
+    is_local && host.is_some_and(|host| !host.to_str().is_ok_and(is_local_name))
+}
+
 /// Returns whether `authority`, a host with or without a port, is an address or `localhost`.
 fn is_local_name(authority: &str) -> bool {
     if authority.parse::<SocketAddr>().is_ok() || authority.parse::<IpAddr>().is_ok() {

@@ -92,8 +92,6 @@ impl Backend {
         is_streamed: bool,
     ) -> Result<Prepared, ProxyError> {
         pin(&mut body, session)?;
-        body.entry("model")
-            .or_insert_with(|| Value::from(self.model()));
         match body.get("n") {
             None | Some(Value::Null) => {}
             Some(n) if n.as_f64() == Some(1.0) => {}
@@ -104,8 +102,10 @@ impl Backend {
         }
         match self {
             Self::Engine { engine, model } => {
+                name_model(&mut body, model);
                 generation::prepare(engine, model, session, body, is_streamed)
             }
+            // An upstream without a name of ours is asked for what the client asks for, if anything.
             Self::Upstream(upstream) => prepare_forward(upstream, session, body),
         }
     }
@@ -124,10 +124,9 @@ impl Backend {
     /// Returns how many tokens a request's prompt has; about how many where only the upstream could
     /// say.
     pub(super) fn count_tokens(&self, mut body: Map<String, Value>) -> Result<usize, ProxyError> {
-        body.entry("model")
-            .or_insert_with(|| Value::from(self.model()));
         match self {
             Self::Engine { engine, model } => {
+                name_model(&mut body, model);
                 let request = ChatRequest::take(Fields::from(body))?;
                 let conversation = request.conversation()?;
                 Ok(generation::render(engine, model, &request, &conversation)?
@@ -156,6 +155,12 @@ impl Backend {
             Self::Upstream(_) => false,
         }
     }
+}
+
+/// Names the model in a request that names none.
+fn name_model(body: &mut Map<String, Value>, model: &ServedModel) {
+    body.entry("model")
+        .or_insert_with(|| Value::from(model.name.as_str()));
 }
 
 /// The parameters of a model's own distribution.

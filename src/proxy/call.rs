@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use super::backend::{Clock, Ended, Outcome, Prepared, sampling_of};
 use super::dialect::{Answer, Api, Asked, Dialect, Event};
 use super::record::{Call, Ending};
-use super::session::{Captured, Entry, Session};
+use super::session::{Captured, Entry};
 use super::{App, ProxyError};
 use crate::http::{retry_after, uuid4};
 use crate::openai::{ApiError, Delta, Events, Usage, parse_object};
@@ -24,6 +24,9 @@ const WAITING: usize = 64;
 
 /// How long a stream may be silent before a comment keeps it from being cut.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// The longest name of a model that is kept, in characters.
+const MAX_MODEL: usize = 200;
 
 /// What an agent is told that has used up its calls. An empty answer would read as a failure, and be
 /// asked for again.
@@ -53,11 +56,12 @@ pub(super) fn read_body(
 /// Returns an error in the shape of the API that the client speaks.
 pub(super) fn failure(api: Api, error: &ProxyError) -> Response {
     let mut response = (error.status(), Json(api.error(error))).into_response();
-    if matches!(response.status().as_u16(), 429 | 503) {
-        let pause = match error {
-            ProxyError::Request(ApiError::TooOften { wait }) => retry_after(*wait),
-            _ => HeaderValue::from_static("1"),
-        };
+    let pause = match error {
+        ProxyError::Request(ApiError::TooOften { wait }) => Some(retry_after(*wait)),
+        error => error.retry_after().map(retry_after),
+    };
+    let is_for_now = matches!(response.status().as_u16(), 429 | 503);
+    if let Some(pause) = pause.or_else(|| is_for_now.then(|| HeaderValue::from_static("1"))) {
         response.headers_mut().insert(header::RETRY_AFTER, pause);
     }
     response
@@ -73,25 +77,19 @@ pub(super) async fn answer(
 ) -> Response {
     let clock = Clock::start();
     let under_way = async {
-        let (session, attempt) = app.session(session.as_deref(), &headers)?;
+        let (session, attempt) = app.session(session.as_deref(), &headers).await?;
         let body = read_body(&app, body)?;
         let requested = sampling_of(&body);
         let asked = api.read(body)?;
         let entry = session.enter(attempt)?;
         let call = UnderWay {
             app: Arc::clone(&app),
-            session,
             entry,
             api,
             clock,
             requested,
             client_session: client_session(&headers),
-            model: asked
-                .body
-                .get("model")
-                .and_then(Value::as_str)
-                .unwrap_or_default()
-                .to_owned(),
+            model: model_name(&asked.body),
         };
         call.run(asked).await
     };
@@ -106,11 +104,15 @@ fn client_session(headers: &HeaderMap) -> Option<String> {
     Some(value.to_str().ok()?.chars().take(128).collect())
 }
 
+/// Returns the model that a client asks for, at no more than its length.
+fn model_name(body: &Map<String, Value>) -> String {
+    let name = body.get("model").and_then(Value::as_str);
+    name.unwrap_or_default().chars().take(MAX_MODEL).collect()
+}
+
 /// A call that was let in.
-#[derive(Clone)]
 struct UnderWay {
     app: Arc<App>,
-    session: Arc<Session>,
     entry: Entry,
     api: Api,
     clock: Clock,
@@ -120,7 +122,7 @@ struct UnderWay {
 }
 
 impl UnderWay {
-    async fn run(self, asked: Asked) -> Result<Response, ProxyError> {
+    async fn run(mut self, asked: Asked) -> Result<Response, ProxyError> {
         let Asked {
             body,
             is_streamed,
@@ -129,39 +131,24 @@ impl UnderWay {
         if self.entry.is_over_budget {
             return Ok(stop_answer(is_streamed, dialect.as_mut()));
         }
-        let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
+        let (app, session) = (Arc::clone(&self.app), Arc::clone(self.entry.session()));
         // Rendering and tokenizing a long conversation takes a while.
-        let prepared = blocking(move || app.backend.prepare(&session, body, is_streamed)).await?;
+        let prepared = blocking(move || app.backend.prepare(&session, body, is_streamed)).await;
+        let prepared = prepared.inspect_err(|error| self.entry.fail(error))?;
         if is_streamed {
             return self.stream(prepared, dialect).await;
         }
-        match self.app.backend.answer(&prepared, &None).await {
-            Ok(outcome) => {
-                let answer = self.record(prepared, outcome).await?;
-                Ok(Json(dialect.whole(&answer)).into_response())
-            }
-            Err(Ended::Failed(error)) => {
-                self.count_error(&error);
-                Err(error)
-            }
+        let answer = match self.app.backend.answer(&prepared, &None).await {
+            Ok(outcome) => self.record(prepared, outcome).await,
+            Err(Ended::Failed(error)) => Err(error),
             Err(Ended::Gone) => Err(ProxyError::upstream("nobody waits for the answer")),
-        }
+        };
+        let answer = answer.inspect_err(|error| self.entry.fail(error))?;
+        self.entry.spend();
+        Ok(Json(dialect.whole(&answer)).into_response())
     }
 
-    fn count_error(&self, error: &ProxyError) {
-        let is_upstreams = matches!(
-            error,
-            ProxyError::Upstream { .. }
-                | ProxyError::Unavailable { .. }
-                | ProxyError::Refused { .. }
-                | ProxyError::Stalled { .. }
-        );
-        if is_upstreams {
-            self.session.lock().upstream_errors += 1;
-        }
-    }
-
-    /// Keeps what came of the call, before the agent has it: what goes on from an answer finds it.
+    /// Keeps what came of the call, before the agent has the end of it: what goes on from an answer finds it.
     async fn record(&self, prepared: Prepared, outcome: Outcome) -> Result<Answer, ProxyError> {
         let Outcome {
             answer,
@@ -192,7 +179,7 @@ impl UnderWay {
             tools: prepared.tools,
             setting: prepared.setting,
         };
-        let session = Arc::clone(&self.session);
+        let session = Arc::clone(self.entry.session());
         blocking(move || session.record(captured)).await?;
         self.app.metrics.observe_call(&answer, self.clock.elapsed());
         Ok(answer)
@@ -301,13 +288,10 @@ impl Streamed {
         }
         let recorded = match outcome {
             Ok(outcome) => self.call.record(prepared, outcome).await,
-            Err(Ended::Failed(error)) => {
-                self.call.count_error(&error);
-                Err(error)
-            }
+            Err(Ended::Failed(error)) => Err(error),
             Err(Ended::Gone) => return Err(Gone),
         };
-        match recorded {
+        match recorded.inspect_err(|error| self.call.entry.fail(error)) {
             Ok(answer) => {
                 self.begin().await?;
                 let events = self.dialect.end(&answer);
@@ -317,7 +301,7 @@ impl Streamed {
                 let events = self.dialect.fail(&error);
                 self.send(events).await
             }
-            Err(error) => self.sender.send(Err(error)).await.map_err(|_| Gone),
+            Err(error) => self.tell(Err(error)).await,
         }
     }
 
@@ -326,18 +310,26 @@ impl Streamed {
             return Ok(());
         }
         self.has_begun = true;
+        self.call.entry.spend();
         let events = self.dialect.begin();
         self.send(events).await
     }
 
     async fn send(&mut self, events: Vec<Event>) -> Result<(), Gone> {
         for event in events {
-            self.sender
-                .send(Ok(event.to_bytes()))
-                .await
-                .map_err(|_| Gone)?;
+            self.tell(Ok(event.to_bytes())).await?;
         }
         Ok(())
+    }
+
+    /// Tells more, if there is room for it in time: who reads no further is as good as gone, and would hold
+    /// a place that others wait for.
+    async fn tell(&mut self, more: Result<Bytes, ProxyError>) -> Result<(), Gone> {
+        let within = self.call.app.read_within;
+        match tokio::time::timeout(within, self.sender.send(more)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(Gone),
+        }
     }
 }
 

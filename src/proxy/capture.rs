@@ -8,13 +8,22 @@ use serde_json::{Map, json};
 
 use super::backend::Backend;
 use super::graph::CallGraph;
-use super::session::{Purpose, SessionOptions};
+use super::session::{Purpose, SessionOptions, Snapshot};
 use super::{App, ProxyConfig, ProxyError, data_plane, service};
 
 /// A proxy without routes to control it.
 #[derive(Debug)]
 pub struct Capture {
     app: Arc<App>,
+}
+
+/// What came of a session.
+#[derive(Debug, Default)]
+pub struct Captured {
+    /// Its calls that were answered.
+    pub graph: CallGraph,
+    /// Calls that failed by no fault of the agent's: ours, the engine's, the upstream's.
+    pub faults: u64,
 }
 
 /// How the calls of a session are answered that is learned from.
@@ -43,7 +52,7 @@ impl Capture {
 
     /// Returns the routes of agents as a service.
     pub fn router(&self) -> Router {
-        service(Arc::clone(&self.app), data_plane())
+        service(Arc::clone(&self.app), data_plane(&self.app))
     }
 
     /// Opens a session; `id` is the key of its agent.
@@ -67,11 +76,19 @@ impl Capture {
         Ok(())
     }
 
-    /// Closes a session and returns its calls; what comes back late is refused.
-    pub fn close(&self, id: &str) -> Option<CallGraph> {
+    /// Closes a session and returns what came of it; what comes back late is refused.
+    pub fn close(&self, id: &str) -> Option<Captured> {
         let session = self.app.sessions.remove(id)?;
-        let mut state = session.lock();
-        state.is_complete = true;
-        Some(std::mem::take(&mut state.graph))
+        let Snapshot { gate, graph } = session.take();
+        Some(Captured {
+            graph,
+            faults: gate.faults,
+        })
+    }
+
+    /// Returns whether there is nobody left to answer.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.app.backend.is_stopped()
     }
 }

@@ -15,14 +15,20 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use indexmap::IndexMap;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::backend::distorts;
 use super::call::{blocking, failure, read_body};
 use super::dialect::Api;
-use super::rollout::{Grade, RowLabels, completion_records, document, trace_entries, trajectories};
-use super::session::{Purpose, Session, SessionOptions};
+use super::graph::GraphStats;
+use super::rollout::{
+    CompletionRecord, Grade, RowLabels, TraceEntry, completion_records, document, trace_entries,
+    trajectories,
+};
+use super::session::{Purpose, Session, SessionOptions, Snapshot};
 use super::{App, ProxyError};
+use crate::openai::ApiError;
 
 /// Sampling parameters that a session may pin.
 const PINNABLE: [&str; 10] = [
@@ -138,7 +144,7 @@ fn options(app: &App, body: &mut Map<String, Value>) -> Result<SessionOptions, P
 }
 
 async fn create(State(app): State<Arc<App>>, body: Body) -> Response {
-    let create = || {
+    let create = move || {
         let mut fields = fields(&app, body)?;
         let id = match fields.remove("session_id") {
             None | Some(Value::Null) => None,
@@ -152,11 +158,11 @@ async fn create(State(app): State<Arc<App>>, body: Body) -> Response {
         let session = app.sessions.create(id, options)?;
         Ok(created(&app, &session))
     };
-    respond(create())
+    respond(blocking(create).await)
 }
 
 fn created(app: &App, session: &Session) -> Value {
-    let grade = Grade::of(session, &session.lock());
+    let grade = Grade::of(session, &session.snapshot().graph);
     json!({
         "session_id": session.id,
         "status": "created",
@@ -170,39 +176,57 @@ fn created(app: &App, session: &Session) -> Value {
 }
 
 async fn create_named(State(app): State<Arc<App>>, Path(id): Path<String>, body: Body) -> Response {
-    let create = || {
+    let create = move || {
         let options = options(&app, &mut fields(&app, body)?)?;
         let session = app.sessions.create(Some(id), options)?;
         Ok(created(&app, &session))
     };
-    respond(create())
+    respond(blocking(create).await)
 }
 
-/// Returns how a session is doing, as both contracts tell it.
-fn progress(session: &Session) -> Value {
-    let state = session.lock();
-    let mut progress = json!({
-        "session_id": session.id,
-        "attempt": state.attempt,
-        "created_at": session.created,
-        "completed": state.is_complete,
-        "purpose": session.options.purpose.name(),
-        "idle_s": state.idle().as_secs_f64(),
-        "upstream_errors": state.upstream_errors,
-        "budget_stop_count": state.budget_stops,
-    });
-    if let (Value::Object(progress), Value::Object(stats)) =
-        (&mut progress, json!(state.graph.stats()))
-    {
-        progress.extend(stats);
+/// How a session is doing, as both contracts tell it.
+#[derive(Debug, Serialize)]
+struct Progress<'a> {
+    session_id: &'a str,
+    attempt: u32,
+    created_at: u64,
+    completed: bool,
+    purpose: &'static str,
+    idle_s: f64,
+    upstream_errors: u64,
+    faults: u64,
+    budget_stop_count: u64,
+    #[serde(flatten)]
+    stats: GraphStats,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    turns: Option<Vec<CompletionRecord<'a>>>,
+}
+
+fn progress<'a>(session: &'a Session, snapshot: &'a Snapshot, has_turns: bool) -> Progress<'a> {
+    let Snapshot { gate, graph } = snapshot;
+    Progress {
+        session_id: &session.id,
+        attempt: gate.attempt,
+        created_at: session.created,
+        completed: gate.is_complete,
+        purpose: session.options.purpose.name(),
+        idle_s: session.idle().as_secs_f64(),
+        upstream_errors: gate.upstream_errors,
+        faults: gate.faults,
+        budget_stop_count: gate.budget_stops,
+        stats: graph.stats(),
+        turns: has_turns.then(|| completion_records(graph)),
     }
-    progress
 }
 
-async fn list(State(app): State<Arc<App>>) -> Json<Value> {
-    let all = app.sessions.all();
-    let all: Vec<Value> = all.iter().map(|session| progress(session)).collect();
-    Json(json!({"count": all.len(), "sessions": all}))
+async fn list(State(app): State<Arc<App>>) -> Response {
+    let list = move || {
+        let all: Vec<Value> = (app.sessions.all().iter())
+            .map(|session| json!(progress(session, &session.snapshot(), false)))
+            .collect();
+        Ok(json!({"count": all.len(), "sessions": all}))
+    };
+    respond(blocking(list).await)
 }
 
 /// The fields of a query that switch something.
@@ -218,18 +242,27 @@ fn is_on(switches: &Switches, name: &str, default: bool) -> bool {
     }
 }
 
-/// Answers from what a session holds, beside the tasks: a long session takes a while to lay out.
+/// Answers from what a session holds now, beside the tasks and its calls: a long session takes a while to
+/// lay out.
 async fn read(
     app: &App,
     id: &str,
-    answer: impl FnOnce(&Session) -> Response + Send + 'static,
+    answer: impl FnOnce(&Session, &Snapshot) -> Response + Send + 'static,
 ) -> Response {
     let Some(session) = app.sessions.get(id) else {
         return unknown();
     };
-    match blocking(move || Ok(answer(&session))).await {
+    match blocking(move || Ok(answer(&session, &session.snapshot()))).await {
         Ok(response) => response,
         Err(error) => failure(Api::Chat, &error),
+    }
+}
+
+/// Returns a body that was laid out as JSON, or a list of lines.
+fn laid_out(kind: &'static str, body: serde_json::Result<Vec<u8>>) -> Response {
+    match body {
+        Ok(body) => ([(header::CONTENT_TYPE, kind)], body).into_response(),
+        Err(error) => failure(Api::Chat, &ApiError::internal(&error).into()),
     }
 }
 
@@ -238,50 +271,51 @@ async fn status(
     Path(id): Path<String>,
     switches: Switches,
 ) -> Response {
-    read(&app, &id, move |session| {
-        let mut answer = progress(session);
-        if is_on(&switches, "turns", true) {
-            answer["turns"] = Value::from(completion_records(&session.lock().graph));
-        }
-        Json(answer).into_response()
+    read(&app, &id, move |session, snapshot| {
+        let has_turns = is_on(&switches, "turns", true);
+        Json(progress(session, snapshot, has_turns)).into_response()
     })
     .await
 }
 
-async fn remove(State(app): State<Arc<App>>, Path(id): Path<String>) -> Json<Value> {
-    let removed = app.sessions.remove(&id);
-    if let Some(session) = &removed {
-        // Calls that still come back find it complete. A line that cannot be written keeps nobody.
-        let _ = session.complete(&json!("deleted"));
-        session.lock().is_complete = true;
-    }
-    Json(json!({"session_id": id, "deleted": removed.is_some(), "status": "deleted"}))
+async fn remove(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
+    let remove = move || {
+        let removed = app.sessions.remove(&id);
+        if let Some(session) = &removed {
+            // Calls that still come back find it complete.
+            session.delete();
+        }
+        Ok(json!({"session_id": id, "deleted": removed.is_some(), "status": "deleted"}))
+    };
+    respond(blocking(remove).await)
 }
 
 async fn complete(State(app): State<Arc<App>>, Path(id): Path<String>, body: Body) -> Response {
     let Some(session) = app.sessions.get(&id) else {
         return unknown();
     };
-    let complete = || {
+    let complete = move || {
         let told = Value::Object(fields(&app, body)?);
         session.complete(&told)?;
         Ok(json!({"session_id": id, "status": "completed"}))
     };
-    respond(complete())
+    respond(blocking(complete).await)
 }
 
 async fn reset(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
     let Some(session) = app.sessions.get(&id) else {
         return unknown();
     };
-    respond(session.reset().map(|attempt| {
-        json!({
+    let reset = move || {
+        let attempt = session.reset()?;
+        Ok(json!({
             "session_id": id,
             "status": "reset",
             "attempt": attempt,
             "base_path": format!("/{id}~{attempt}/v1"),
-        })
-    }))
+        }))
+    };
+    respond(blocking(reset).await)
 }
 
 async fn rollout(
@@ -289,25 +323,33 @@ async fn rollout(
     Path(id): Path<String>,
     switches: Switches,
 ) -> Response {
-    read(&app, &id, move |session| {
+    read(&app, &id, move |session, snapshot| {
         let include_discarded = is_on(&switches, "include_discarded", false);
         let include_messages = is_on(&switches, "include_messages", false);
-        let state = session.lock();
-        let document = document(session, &state, include_discarded, include_messages);
-        drop(state);
-        Json(document).into_response()
+        let document = document(session, snapshot, include_discarded, include_messages);
+        laid_out("application/json", document)
     })
     .await
 }
 
+/// The calls of a session that may be learned from.
+#[derive(Debug, Serialize)]
+struct Entries<'a> {
+    session_id: &'a str,
+    entries: Vec<TraceEntry<'a>>,
+}
+
 async fn entries(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
-    read(&app, &id, |session| {
-        let entries = trace_entries(session, &session.lock());
-        let id = &session.id;
-        match entries {
-            Ok(entries) => Json(json!({"session_id": id, "entries": entries})).into_response(),
+    read(&app, &id, |session, snapshot| {
+        let session_id = &session.id;
+        match trace_entries(session, snapshot) {
+            Ok(entries) => Json(Entries {
+                session_id,
+                entries,
+            })
+            .into_response(),
             Err(error) => {
-                let body = json!({"session_id": id, "error": error});
+                let body = json!({"session_id": session_id, "error": error});
                 (StatusCode::CONFLICT, Json(body)).into_response()
             }
         }
@@ -321,20 +363,18 @@ async fn rows(State(app): State<Arc<App>>, Path(id): Path<String>, labels: Switc
         Ok(labels) => labels,
         Err(error) => return failure(Api::Chat, &error),
     };
-    read(&app, &id, move |session| {
+    read(&app, &id, move |session, snapshot| {
         let rows = match session.options.purpose {
             Purpose::Eval => Vec::new(),
-            _ => trajectories(&session.lock().graph, &labels),
+            _ => trajectories(&snapshot.graph, &labels),
         };
-        let line = |row| Ok(serde_json::to_string(row)? + "\n");
-        let lines: Result<String, serde_json::Error> = rows.iter().map(line).collect();
-        match lines {
-            Ok(lines) => ([(header::CONTENT_TYPE, "application/jsonl")], lines).into_response(),
-            Err(error) => {
-                let message = error.to_string();
-                failure(Api::Chat, &ProxyError::Recording { message })
-            }
-        }
+        let mut lines = Vec::new();
+        let written = rows.iter().try_for_each(|row| {
+            serde_json::to_writer(&mut lines, row)?;
+            lines.push(b'\n');
+            Ok(())
+        });
+        laid_out("application/jsonl", written.map(|()| lines))
     })
     .await
 }

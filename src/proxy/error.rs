@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 
+use super::session::SESSION_BYTES;
 use crate::http::may_pass;
 use crate::openai::ApiError;
 
@@ -131,6 +132,26 @@ impl ProxyError {
             }
             _ => None,
         }
+    }
+
+    /// Returns whether it is an error of the upstream's.
+    pub(super) fn is_upstreams(&self) -> bool {
+        matches!(
+            self,
+            Self::Upstream { .. }
+                | Self::Unavailable { .. }
+                | Self::Refused { .. }
+                | Self::Stalled { .. }
+        )
+    }
+
+    /// Returns whether a call failed by no doing of the agent's: the same call may be answered at another
+    /// time.
+    pub(super) fn is_fault(&self) -> bool {
+        // Its own calls fill a session.
+        let is_own = matches!(self, Self::Full { option, .. } if *option == SESSION_BYTES);
+        let status = self.status();
+        !is_own && (status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS)
     }
 
     /// Returns the status of the response.

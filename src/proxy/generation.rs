@@ -1,5 +1,7 @@
 //! Our engine as the one who answers: prompts that go on from the ids of earlier calls, and turns.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 
 use super::ProxyError;
@@ -99,13 +101,13 @@ fn go_on(
     sent: &[Value],
     conversation: &Conversation,
 ) -> Option<(Vec<u32>, String)> {
-    let (earlier, continued): (Call, Continued) = session.find(setting, sent)?;
+    let (earlier, continued): (Arc<Call>, Continued) = session.find(setting, sent)?;
     let new = conversation.messages.get(continued.messages..)?;
     let is_answer = |message: &Message| message.role == Role::Assistant;
     if new.is_empty() || new.iter().any(is_answer) {
         return None;
     }
-    let tokens = earlier.tokens?;
+    let tokens = earlier.tokens.as_ref()?;
     let end_of_turn = model.tokenizer.eos_token()?;
     let end = model.tokenizer.token_to_id(end_of_turn)?;
     let suffix = (model.template)

@@ -42,20 +42,21 @@ use axum::Json;
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, MatchedPath, Path, Request, State};
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::extract::{DefaultBodyLimit, MatchedPath, Path, RawPathParams, Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
 
 use crate::http::{
-    self, ApiKey, Bodies, Rate, RateLimit, is_cross_site, name_request, unix_seconds,
+    self, ApiKey, Bodies, BodyError, Rate, RateLimit, is_cross_site, is_misled, name_request,
+    unix_seconds,
 };
 use crate::openai::ApiError;
 
 pub use self::backend::Backend;
-pub use self::capture::{Capture, TrainingSession};
+pub use self::capture::{Capture, Captured, TrainingSession};
 pub use self::error::ProxyError;
 pub use self::graph::{CallGraph, GraphStats, Role, Row};
 pub use self::record::{Call, CallTokens, Ending};
@@ -69,14 +70,17 @@ use self::dialect::Api;
 use self::metrics::Metrics;
 use self::session::{Budget, Session, SessionOptions, Sessions};
 
+/// How long an agent may read nothing of an answer that waits for it.
+const READ_WITHIN: Duration = Duration::from_secs(60);
+
 /// Settings of the proxy.
 #[derive(Debug, Clone)]
 pub struct ProxyConfig {
     /// What the control routes ask for as `Authorization: Bearer`; `None` lets everybody use them.
     /// Default: none.
     pub admin_key: Option<ApiKey>,
-    /// How often a client may ask, by its session or the admin's key, or else by its address; `None` is no
-    /// limit. Default: none.
+    /// How often a client may ask, by the admin's key or its session, or else by its address, as also where
+    /// keys open sessions; `None` is no limit. Default: none.
     pub rate_limit: Option<Rate>,
     /// Whether a key that names no session opens one. Default: false.
     pub opens_sessions: bool,
@@ -92,7 +96,7 @@ pub struct ProxyConfig {
     pub max_session_bytes: u64,
     /// Most bytes that all of them take. Default: 4 GiB.
     pub max_total_bytes: u64,
-    /// How long a session that nobody uses is kept when others need its place. Default: 24 h.
+    /// How long a session that nobody uses is kept where another needs its place. Default: 24 h.
     pub session_timeout: Duration,
     /// Folder for a file of each session. Default: none.
     pub out: Option<PathBuf>,
@@ -125,6 +129,8 @@ struct App {
     metrics: Metrics,
     bodies: Bodies,
     rate_limit: Option<RateLimit>,
+    /// How long an agent may read nothing of an answer that waits for it.
+    read_within: Duration,
     started: u64,
 }
 
@@ -144,14 +150,15 @@ impl App {
             config,
             sessions,
             metrics: Metrics::default(),
+            read_within: READ_WITHIN,
             started: unix_seconds(),
         })
     }
 
     /// Returns the session of a request, and the attempt that it says it is of. The first part of the
     /// path names it, or a header, or the key that the API's clients send.
-    fn session(
-        &self,
+    async fn session(
+        self: &Arc<Self>,
         path: Option<&str>,
         headers: &HeaderMap,
     ) -> Result<(Arc<Session>, Option<u32>), ProxyError> {
@@ -165,26 +172,20 @@ impl App {
         };
         let session = match self.sessions.get(id) {
             Some(session) => session,
-            None if self.config.opens_sessions => self.open(id)?,
+            None if self.config.opens_sessions => {
+                let (app, id) = (Arc::clone(self), id.to_owned());
+                call::blocking(move || app.open(&id)).await?
+            }
             None => return Err(ProxyError::UnknownSession),
         };
         Ok((session, attempt))
     }
 
-    /// Returns the hash of the key of a request, the admin's or that of a session which there is.
-    fn good_key(&self, request: &Request) -> Option<blake3::Hash> {
-        let headers = request.headers();
-        let admin = self.config.admin_key.as_ref();
-        if let Some(admin) = admin.and_then(|key| key.shown(headers)) {
-            return Some(admin);
-        }
-        let hash_of = |key: &str| {
-            let id = key.split('~').next().unwrap_or_default();
-            let session = self.sessions.get(id)?;
-            Some(blake3::hash(session.id.as_bytes()))
-        };
-        let of_path = request.uri().path().split('/').nth(1).and_then(hash_of);
-        of_path.or_else(|| session_key(None, headers).and_then(hash_of))
+    /// Returns the session that a request names, in its path or by its key, if there is one.
+    fn named(&self, path: &RawPathParams, headers: &HeaderMap) -> Option<Arc<Session>> {
+        let path = path.iter().find(|(name, _)| *name == "session");
+        let key = session_key(path.map(|(_, session)| session), headers)?;
+        self.sessions.get(key.split('~').next().unwrap_or_default())
     }
 
     /// Opens a session for a key that an agent came with.
@@ -216,19 +217,21 @@ fn session_key<'a>(path: Option<&'a str>, headers: &'a HeaderMap) -> Option<&'a 
 
 /// Returns the proxy as a service.
 pub fn router(backend: Backend, config: ProxyConfig) -> Router {
-    let app = App::new(backend, config);
-    let guarded =
-        control::routes().route_layer(middleware::from_fn_with_state(Arc::clone(&app), authorize));
-    service(app, data_plane().merge(guarded))
+    router_of(App::new(backend, config))
+}
+
+fn router_of(app: Arc<App>) -> Router {
+    let read = middleware::from_fn_with_state(Arc::clone(&app), read_control_body);
+    let authorize = middleware::from_fn_with_state(Arc::clone(&app), authorize);
+    let guarded = control::routes().route_layer(read).route_layer(authorize);
+    let agents = data_plane(&app);
+    service(app, agents.merge(guarded))
 }
 
 /// Returns a service with these routes and what all have.
 fn service(app: Arc<App>, routes: Router<Arc<App>>) -> Router {
     routes
-        .route_layer(middleware::from_fn_with_state(
-            Arc::clone(&app),
-            read_request_body,
-        ))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), limit_rate))
         .route("/health", get(health))
         .route("/metrics", get(metrics_page))
         .fallback(|uri: Uri| async move {
@@ -244,7 +247,7 @@ fn service(app: Arc<App>, routes: Router<Arc<App>>) -> Router {
 
 /// Returns the routes of agents, each with and without a session in front and a `v1` that some clients
 /// leave out.
-fn data_plane() -> Router<Arc<App>> {
+fn data_plane(app: &Arc<App>) -> Router<Arc<App>> {
     let mut routes = Router::new().route(
         "/v1/chat/completions/{session}",
         post(|state, path, headers, body| of_session(Api::Chat, state, path, headers, body)),
@@ -283,6 +286,7 @@ fn data_plane() -> Router<Arc<App>> {
             "/{session}/v1/models/{*model}",
             get(|state, Path((_, model)): Path<(String, String)>| model_card(state, Path(model))),
         )
+        .route_layer(middleware::from_fn_with_state(Arc::clone(app), read_call))
 }
 
 async fn of_key(
@@ -313,7 +317,7 @@ async fn count_tokens(
     body: Result<Bytes, BytesRejection>,
 ) -> Response {
     let count = async {
-        app.session(session.as_deref(), &headers)?;
+        app.session(session.as_deref(), &headers).await?;
         let asked = api.read(call::read_body(&app, body)?)?.body;
         let counting = Arc::clone(&app);
         tokio::task::spawn_blocking(move || counting.backend.count_tokens(asked))
@@ -329,42 +333,84 @@ async fn count_tokens(
     }
 }
 
-async fn authorize(
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    request: Request,
-    next: Next,
-) -> Response {
-    if let Some(key) = &app.config.admin_key
-        && !key.admits(&headers)
-    {
-        return call::failure(Api::Chat, &ProxyError::NotAdmin);
+/// Lets the admin in, and everybody where there is no key, but for pages that a browser was led to.
+async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let refuse = |error: ProxyError| call::failure(Api::Chat, &error);
+    match &app.config.admin_key {
+        Some(key) if !key.admits(request.headers()) => return refuse(ProxyError::NotAdmin),
+        None if is_misled(&request) => return refuse(ApiError::CrossSite.into()),
+        _ => {}
     }
     next.run(request).await
 }
 
-/// Reads the body of a request, within the room and the time that bodies have.
-async fn read_request_body(
+/// Returns the API whose errors a request's client understands.
+fn spoken(request: &Request) -> Api {
+    match request.uri().path().contains("/messages") {
+        true => Api::Messages,
+        false => Api::Chat,
+    }
+}
+
+/// Refuses who asks too often, and pages of other sites.
+async fn limit_rate(
     State(app): State<Arc<App>>,
-    headers: HeaderMap,
+    path: RawPathParams,
     request: Request,
     next: Next,
 ) -> Response {
-    let api = match request.uri().path().contains("/messages") {
-        true => Api::Messages,
-        false => Api::Chat,
-    };
-    let refuse = move |error: ApiError| call::failure(api, &ProxyError::from(error));
-    if let Some(limit) = &app.rate_limit
-        && let Err(wait) = limit.admit(app.good_key(&request), &request)
-    {
-        return refuse(ApiError::TooOften { wait });
+    let api = spoken(&request);
+    let refuse = |error: ApiError| call::failure(api, &ProxyError::from(error));
+    if let Some(limit) = &app.rate_limit {
+        let admin = app.config.admin_key.as_ref();
+        let admin = admin.and_then(|key| key.shown(request.headers()));
+        let key = admin.or_else(|| {
+            // Where keys open sessions, whoever makes up another one is no other client.
+            let session = match app.config.opens_sessions {
+                true => None,
+                false => app.named(&path, request.headers()),
+            };
+            session.map(|session| blake3::hash(session.id.as_bytes()))
+        });
+        if let Err(wait) = limit.admit(key, &request) {
+            return refuse(ApiError::TooOften { wait });
+        }
     }
-    if app.config.admin_key.is_none() && is_cross_site(&headers) {
+    if app.config.admin_key.is_none() && is_cross_site(request.headers()) {
         return refuse(ApiError::CrossSite);
     }
-    let read = |error| refuse(ApiError::from(error));
-    app.bodies.read(request, next, read).await
+    next.run(request).await
+}
+
+/// Reads the body of a call, within the room and the time that bodies have, where its key is one.
+async fn read_call(
+    State(app): State<Arc<App>>,
+    path: RawPathParams,
+    request: Request,
+    next: Next,
+) -> Response {
+    if request.method() != Method::POST {
+        return next.run(request).await;
+    }
+    let api = spoken(&request);
+    let session = app.named(&path, request.headers());
+    if session.is_none() && !app.config.opens_sessions {
+        return call::failure(api, &ProxyError::UnknownSession);
+    }
+    let refuse = |error: BodyError| {
+        let error = ProxyError::from(ApiError::from(error));
+        if let Some(session) = session {
+            session.count_failure(None, &error);
+        }
+        call::failure(api, &error)
+    };
+    app.bodies.read(request, next, refuse).await
+}
+
+/// Reads the body of a request that controls.
+async fn read_control_body(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let refuse = |error| call::failure(Api::Chat, &ProxyError::from(ApiError::from(error)));
+    app.bodies.read(request, next, refuse).await
 }
 
 async fn count(

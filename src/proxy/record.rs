@@ -4,12 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::ProxyError;
+use crate::http::count_values;
 
 /// Log-softmax in f32 may come out this much above 0 for a token that is nearly certain.
 const LOGPROB_ROUNDING: f32 = 1e-4;
+
+/// What a JSON value takes besides its text.
+const VALUE_BYTES: usize = 100;
 
 /// The exact ids of a call, as they were fed and sampled.
 ///
@@ -184,11 +188,16 @@ pub struct Call {
 
 impl Call {
     /// Returns about how much memory it takes, texts that it shares with other calls left out.
-    pub(super) fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> u64 {
         let tokens = self.tokens.as_ref().map_or(0, |tokens| {
             4 * tokens.prompt.len() + 9 * tokens.completion.len()
         });
-        1024 + 16 * self.messages.len() + tokens
+        let why = self.why_context.as_ref().map_or(0, String::len);
+        let texts = self.model.len() + self.unsaid.len() + why;
+        let values = [json!(self.sampling), json!(self.requested)];
+        let values = values.iter().chain([&*self.answer]);
+        let values: u64 = values.map(|value| value_bytes(&value.to_string())).sum();
+        (1024 + 16 * self.messages.len() + tokens + texts) as u64 + values
     }
 
     /// Returns the conversation as it was asked.
@@ -197,30 +206,62 @@ impl Call {
     }
 
     /// Returns it as one line of a recording.
-    pub(super) fn to_json(&self, session: &str) -> Value {
-        serde_json::json!({
-            "kind": "call",
-            "session_id": session,
-            "attempt": self.attempt,
-            "call_id": self.id,
-            "dialect": self.dialect,
-            "model": self.model,
-            "messages": self.messages(),
-            "tools": &*self.tools,
-            "answer": *self.answer,
-            "finish_reason": self.ending.finish_reason(),
-            "sampling_params": self.sampling,
-            "requested_sampling_params": self.requested,
-            "started": self.started,
-            "latency_seconds": self.latency.as_secs_f64(),
-            "client_session_id": self.client_session,
-            "prompt_token_ids": self.tokens.as_ref().map(CallTokens::prompt),
-            "completion_token_ids": self.tokens.as_ref().map(CallTokens::completion),
-            "logprobs": self.tokens.as_ref().map(CallTokens::logprobs),
-            "loss_mask": self.tokens.as_ref().map(CallTokens::loss_mask),
-            "why_context": self.why_context,
-        })
+    pub(super) fn line<'a>(&'a self, session: &'a str) -> impl Serialize + use<'a> {
+        let tokens = self.tokens.as_ref();
+        CallLine {
+            kind: "call",
+            session_id: session,
+            attempt: self.attempt,
+            call_id: &self.id,
+            dialect: self.dialect,
+            model: &self.model,
+            messages: self.messages(),
+            tools: &self.tools,
+            answer: &self.answer,
+            finish_reason: self.ending.finish_reason(),
+            sampling_params: &self.sampling,
+            requested_sampling_params: &self.requested,
+            started: self.started,
+            latency_seconds: self.latency.as_secs_f64(),
+            client_session_id: self.client_session.as_deref(),
+            prompt_token_ids: tokens.map(CallTokens::prompt),
+            completion_token_ids: tokens.map(CallTokens::completion),
+            logprobs: tokens.map(CallTokens::logprobs),
+            loss_mask: tokens.map(CallTokens::loss_mask),
+            why_context: self.why_context.as_deref(),
+        }
     }
+}
+
+/// A call as a recording has it. Ids are written as they are: each as a JSON value of its own would take
+/// many times the room.
+#[derive(Debug, Serialize)]
+struct CallLine<'a> {
+    kind: &'static str,
+    session_id: &'a str,
+    attempt: u32,
+    call_id: &'a str,
+    dialect: &'static str,
+    model: &'a str,
+    messages: Vec<&'a Value>,
+    tools: &'a [Value],
+    answer: &'a Value,
+    finish_reason: &'static str,
+    sampling_params: &'a Map<String, Value>,
+    requested_sampling_params: &'a Map<String, Value>,
+    started: f64,
+    latency_seconds: f64,
+    client_session_id: Option<&'a str>,
+    prompt_token_ids: Option<&'a [u32]>,
+    completion_token_ids: Option<&'a [u32]>,
+    logprobs: Option<&'a [f32]>,
+    loss_mask: Option<&'a [u8]>,
+    why_context: Option<&'a str>,
+}
+
+/// Returns about how much memory the JSON value of a text takes.
+pub(super) fn value_bytes(text: &str) -> u64 {
+    (text.len() + VALUE_BYTES * count_values(text.as_bytes())) as u64
 }
 
 /// Returns a call that says nothing.
@@ -233,7 +274,7 @@ pub(super) fn test_call() -> Call {
         model: "m".to_owned(),
         messages: Vec::new(),
         tools: Arc::default(),
-        answer: Arc::new(serde_json::json!({"role": "assistant", "content": ""})),
+        answer: Arc::new(json!({"role": "assistant", "content": ""})),
         unsaid: String::new(),
         ending: Ending::Stop,
         sampling: Map::new(),
@@ -243,5 +284,31 @@ pub(super) fn test_call() -> Call {
         client_session: None,
         tokens: None,
         why_context: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_that_a_call_holds_is_counted() {
+        let bare = test_call().bytes();
+        let long = || "x".repeat(5000);
+        let changes: [fn(&mut Call, String); 5] = [
+            |call, text| call.model = text,
+            |call, text| call.unsaid = text,
+            |call, text| call.why_context = Some(text),
+            |call, text| drop(call.requested.insert("stop".to_owned(), json!([text]))),
+            |call, text| drop(call.sampling.insert("stop".to_owned(), json!([text]))),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut call = test_call();
+            change(&mut call, long());
+            assert!(call.bytes() > bare + 4900, "{number}");
+        }
+        // Each value takes far more than its two bytes of text.
+        let values = json!(vec![0; 10_000]);
+        assert!(value_bytes(&values.to_string()) >= 10_000 * 64);
     }
 }

@@ -4,11 +4,12 @@
 use std::collections::BTreeSet;
 
 use indexmap::IndexMap;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value};
 
-use super::graph::{CallGraph, Role, Row};
+use super::graph::{CallGraph, GraphStats, Role, Row};
 use super::record::{Call, CallTokens, Ending};
-use super::session::{Purpose, Session, State};
+use super::session::{Purpose, Session, Snapshot};
 use crate::chat::Message;
 use crate::openai::read_message;
 use crate::trajectory::{Finish, Status, Trajectory, Turn, Usage};
@@ -125,8 +126,8 @@ pub(super) struct Grade {
 }
 
 impl Grade {
-    pub(super) fn of(session: &Session, state: &State) -> Self {
-        let has_all_ids = state.graph.calls().all(|call| call.tokens.is_some());
+    pub(super) fn of(session: &Session, graph: &CallGraph) -> Self {
+        let has_all_ids = graph.calls().all(|call| call.tokens.is_some());
         let is_train = has_all_ids && session.options.purpose != Purpose::Eval;
         Self {
             capture_level: if has_all_ids { "tokens" } else { "text" },
@@ -136,9 +137,9 @@ impl Grade {
 }
 
 /// Returns what of a session is wrong or worth knowing, a line each.
-fn findings(state: &State) -> Vec<String> {
+fn findings(Snapshot { gate, graph }: &Snapshot) -> Vec<String> {
     let mut findings = Vec::new();
-    let stats = state.graph.stats();
+    let stats = graph.stats();
     if stats.n_turns == 0 {
         findings.push("[FATAL] no_turns: no call was answered".to_owned());
     }
@@ -150,11 +151,7 @@ fn findings(state: &State) -> Vec<String> {
         ));
     }
     let mut reasons: IndexMap<&str, usize> = IndexMap::new();
-    for why in state
-        .graph
-        .calls()
-        .filter_map(|call| call.why_context.as_deref())
-    {
+    for why in graph.calls().filter_map(|call| call.why_context.as_deref()) {
         *reasons.entry(why).or_default() += 1;
     }
     for (why, count) in reasons {
@@ -162,8 +159,14 @@ fn findings(state: &State) -> Vec<String> {
             "[WARN] context_only: {count} calls are no targets: {why}"
         ));
     }
-    if state.budget_stops > 0 {
-        let stops = state.budget_stops;
+    if gate.faults > 0 {
+        let faults = gate.faults;
+        findings.push(format!(
+            "[WARN] faults: {faults} calls failed by no fault of the agent's"
+        ));
+    }
+    if gate.budget_stops > 0 {
+        let stops = gate.budget_stops;
         findings.push(format!(
             "[INFO] budget_stop: {stops} calls were answered with a stop"
         ));
@@ -171,115 +174,228 @@ fn findings(state: &State) -> Vec<String> {
     findings
 }
 
-fn row_json(graph: &CallGraph, row: &Row) -> Value {
+#[derive(Debug, Serialize)]
+struct RowJson<'a> {
+    role: Role,
+    root_id: Option<&'a str>,
+    node_ids: Vec<&'a str>,
+    n_turns: usize,
+    prompt_len: usize,
+    n_trainable: usize,
+    turn_lengths: Vec<usize>,
+    input_ids: &'a [u32],
+    loss_mask: &'a [u8],
+    logprobs: &'a [f32],
+    trainable: bool,
+    validation: &'static [&'static str],
+}
+
+fn row_json<'a>(graph: &'a CallGraph, row: &'a Row, is_train: bool) -> RowJson<'a> {
     let ids: Vec<&str> = row
         .calls
         .iter()
         .filter_map(|at| Some(graph.call(*at)?.id.as_str()))
         .collect();
-    let lengths: Vec<usize> = row.trace.sampled_spans().map(|span| span.len()).collect();
     let targets = row.trace.sampled_len();
-    let validation: &[&str] = match targets {
-        0 => &["[FATAL] nothing_trainable: no token of it may be learned from"],
-        _ => &[],
-    };
-    json!({
-        "role": row.role,
-        "root_id": ids.first(),
-        "node_ids": ids,
-        "n_turns": row.calls.len(),
-        "prompt_len": row.trace.prompt_len(),
-        "n_trainable": targets,
-        "turn_lengths": lengths,
-        "input_ids": row.trace.ids(),
-        "loss_mask": row.trace.loss_mask(),
-        "logprobs": row.trace.logprobs(),
-        "trainable": row.is_trainable(),
-        "validation": validation,
-    })
+    RowJson {
+        role: row.role,
+        root_id: ids.first().copied(),
+        node_ids: ids,
+        n_turns: row.calls.len(),
+        prompt_len: row.trace.prompt_len(),
+        n_trainable: targets,
+        turn_lengths: row.trace.sampled_spans().map(|span| span.len()).collect(),
+        input_ids: row.trace.ids(),
+        loss_mask: row.trace.loss_mask(),
+        logprobs: row.trace.logprobs(),
+        trainable: is_train && row.is_trainable(),
+        validation: match targets {
+            0 => &["[FATAL] nothing_trainable: no token of it may be learned from"],
+            _ => &[],
+        },
+    }
 }
 
-/// Returns OpenEnv's document of a rollout.
+#[derive(Debug, Serialize)]
+struct TurnJson<'a> {
+    node_id: &'a str,
+    index: usize,
+    root_id: Option<&'a str>,
+    parent_id: Option<&'a str>,
+    n_sampled: usize,
+    n_prompt: usize,
+    n_tools: usize,
+    finish_reason: &'static str,
+    harness_session_id: Option<&'a str>,
+    sampling_params: &'a Map<String, Value>,
+    requested_sampling_params: &'a Map<String, Value>,
+    sampled_logprobs: Option<&'a [f32]>,
+    latency_s: f64,
+    discarded: bool,
+    why_context: Option<&'a str>,
+    #[serde(flatten)]
+    messages: Option<TurnMessages<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct TurnMessages<'a> {
+    request_messages: Vec<&'a Value>,
+    request_tools: &'a [Value],
+    response_message: &'a Value,
+}
+
+fn turn_json<'a>(
+    graph: &'a CallGraph,
+    place: usize,
+    call: &'a Call,
+    discarded: &BTreeSet<usize>,
+    include_messages: bool,
+) -> TurnJson<'a> {
+    let id = |place: usize| graph.call(place).map(|call| call.id.as_str());
+    let tokens = call.tokens.as_ref();
+    TurnJson {
+        node_id: &call.id,
+        index: place,
+        root_id: id(graph.root(place)),
+        parent_id: graph.parent(place).and_then(id),
+        n_sampled: tokens.map_or(0, |tokens| tokens.completion().len()),
+        n_prompt: tokens.map_or(0, |tokens| tokens.prompt().len()),
+        n_tools: call.tools.len(),
+        finish_reason: call.ending.finish_reason(),
+        harness_session_id: call.client_session.as_deref(),
+        sampling_params: &call.sampling,
+        requested_sampling_params: &call.requested,
+        sampled_logprobs: tokens.map(CallTokens::logprobs),
+        latency_s: call.latency.as_secs_f64(),
+        discarded: discarded.contains(&place),
+        why_context: call.why_context.as_deref(),
+        messages: include_messages.then(|| TurnMessages {
+            request_messages: call.messages(),
+            request_tools: &call.tools,
+            response_message: &call.answer,
+        }),
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Stats {
+    #[serde(flatten)]
+    graph: GraphStats,
+    n_sequences: usize,
+    n_trainable_sequences: usize,
+    n_trainable_tokens: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Document<'a> {
+    session_id: &'a str,
+    attempt: u32,
+    metadata: &'a Map<String, Value>,
+    budget_stop_count: u64,
+    turns: Vec<TurnJson<'a>>,
+    stats: Stats,
+    sequences: Vec<RowJson<'a>>,
+    validation: Vec<String>,
+    trainable: bool,
+    capture_level: &'static str,
+    rollout_type: &'static str,
+}
+
+/// Returns OpenEnv's document of a rollout, as JSON.
 pub(super) fn document(
     session: &Session,
-    state: &State,
+    snapshot: &Snapshot,
     include_discarded: bool,
     include_messages: bool,
-) -> Value {
-    let graph = &state.graph;
-    let grade = Grade::of(session, state);
+) -> serde_json::Result<Vec<u8>> {
+    let graph = &snapshot.graph;
+    let grade = Grade::of(session, graph);
     let mut rows = graph.rows();
     rows.retain(|row| include_discarded || row.role != Role::Discarded);
     let is_train = grade.rollout_type == "train";
     let is_trainable = |row: &&Row| is_train && row.is_trainable();
     let trainable: Vec<&Row> = rows.iter().filter(is_trainable).collect();
     let discarded = graph.discarded();
-    let turn = |(place, call): (usize, &Call)| {
-        let mut turn = json!({
-            "node_id": call.id,
-            "index": place,
-            "root_id": graph.call(graph.root(place)).map(|root| &root.id),
-            "parent_id": graph.parent(place).and_then(|at| graph.call(at)).map(|call| &call.id),
-            "n_sampled": call.tokens.as_ref().map_or(0, |tokens| tokens.completion().len()),
-            "n_prompt": call.tokens.as_ref().map_or(0, |tokens| tokens.prompt().len()),
-            "n_tools": call.tools.len(),
-            "finish_reason": call.ending.finish_reason(),
-            "harness_session_id": call.client_session,
-            "sampling_params": call.sampling,
-            "requested_sampling_params": call.requested,
-            "sampled_logprobs": call.tokens.as_ref().map(CallTokens::logprobs),
-            "latency_s": call.latency.as_secs_f64(),
-            "discarded": discarded.contains(&place),
-            "why_context": call.why_context,
-        });
-        if include_messages {
-            turn["request_messages"] = json!(call.messages());
-            turn["request_tools"] = json!(&*call.tools);
-            turn["response_message"] = json!(*call.answer);
-        }
-        turn
-    };
-    let turns: Vec<Value> = graph.calls().enumerate().map(turn).collect();
-    let mut stats = json!(graph.stats());
-    stats["n_sequences"] = json!(rows.len());
-    stats["n_trainable_sequences"] = json!(trainable.len());
-    let targets: usize = trainable.iter().map(|row| row.trace.sampled_len()).sum();
-    stats["n_trainable_tokens"] = json!(targets);
-    let mut sequences: Vec<Value> = rows.iter().map(|row| row_json(graph, row)).collect();
-    if !is_train {
-        for row in &mut sequences {
-            row["trainable"] = Value::Bool(false);
-        }
-    }
-    json!({
-        "session_id": session.id,
-        "attempt": state.attempt,
-        "metadata": session.options.metadata,
-        "budget_stop_count": state.budget_stops,
-        "turns": turns,
-        "stats": stats,
-        "sequences": sequences,
-        "validation": findings(state),
-        "trainable": !trainable.is_empty(),
-        "capture_level": grade.capture_level,
-        "rollout_type": grade.rollout_type,
+    let turn = |(place, call)| turn_json(graph, place, call, &discarded, include_messages);
+    serde_json::to_vec(&Document {
+        session_id: &session.id,
+        attempt: snapshot.gate.attempt,
+        metadata: &session.options.metadata,
+        budget_stop_count: snapshot.gate.budget_stops,
+        turns: graph.calls().enumerate().map(turn).collect(),
+        stats: Stats {
+            graph: graph.stats(),
+            n_sequences: rows.len(),
+            n_trainable_sequences: trainable.len(),
+            n_trainable_tokens: trainable.iter().map(|row| row.trace.sampled_len()).sum(),
+        },
+        sequences: (rows.iter())
+            .map(|row| row_json(graph, row, is_train))
+            .collect(),
+        validation: findings(snapshot),
+        trainable: !trainable.is_empty(),
+        capture_level: grade.capture_level,
+        rollout_type: grade.rollout_type,
     })
+}
+
+/// OpenEnv's `TraceEntry`.
+#[derive(Debug, Serialize)]
+pub(super) struct TraceEntry<'a> {
+    request: EntryRequest<'a>,
+    response: EntryResponse<'a>,
+    prompt_token_ids: &'a [u32],
+    completion_token_ids: &'a [u32],
+    per_token_logps: &'a [f32],
+    loss_mask: Vec<u8>,
+    metadata: EntryMetadata<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct EntryRequest<'a> {
+    messages: Vec<&'a Value>,
+    tools: &'a [Value],
+}
+
+#[derive(Debug, Serialize)]
+struct EntryResponse<'a> {
+    choices: [EntryChoice<'a>; 1],
+}
+
+#[derive(Debug, Serialize)]
+struct EntryChoice<'a> {
+    message: &'a Value,
+    finish_reason: &'static str,
+}
+
+#[derive(Debug, Serialize)]
+struct EntryMetadata<'a> {
+    node_id: &'a str,
+    index: usize,
+    model: &'a str,
+    n_tools: usize,
+    harness_session_id: Option<&'a str>,
+    sampling_params: &'a Map<String, Value>,
+    requested_sampling_params: &'a Map<String, Value>,
 }
 
 /// Returns OpenEnv's `TraceEntry` of each call of the agent that may be learned from, once each; an
 /// error where there is none, which an empty list would hide.
-pub(super) fn trace_entries(session: &Session, state: &State) -> Result<Vec<Value>, String> {
-    let graph = &state.graph;
-    if Grade::of(session, state).rollout_type != "train" {
+pub(super) fn trace_entries<'a>(
+    session: &Session,
+    snapshot: &'a Snapshot,
+) -> Result<Vec<TraceEntry<'a>>, String> {
+    let graph = &snapshot.graph;
+    if Grade::of(session, graph).rollout_type != "train" {
         return Err(format!(
             "nothing is to be learned from this session: {}",
-            findings(state).join("; ")
+            findings(snapshot).join("; ")
         ));
     }
     let rows = graph.rows();
     let agents = rows.iter().filter(|row| row.role == Role::Agent);
     let kept: BTreeSet<usize> = agents.flat_map(|row| row.calls.iter().copied()).collect();
-    let entries: Vec<Value> = kept
+    let entries: Vec<TraceEntry<'_>> = kept
         .into_iter()
         .filter_map(|place| Some((place, graph.call(place)?)))
         .filter_map(|(place, call)| entry(place, call))
@@ -287,68 +403,110 @@ pub(super) fn trace_entries(session: &Session, state: &State) -> Result<Vec<Valu
     match entries.is_empty() {
         true => Err(format!(
             "no call may be learned from: {}",
-            findings(state).join("; ")
+            findings(snapshot).join("; ")
         )),
         false => Ok(entries),
     }
 }
 
-fn entry(place: usize, call: &Call) -> Option<Value> {
+fn entry(place: usize, call: &Call) -> Option<TraceEntry<'_>> {
     let tokens = call.tokens.as_ref().filter(|tokens| tokens.targets() > 0)?;
-    let mut mask = vec![0; tokens.prompt().len()];
-    mask.extend(tokens.loss_mask());
-    Some(json!({
-        "request": {"messages": call.messages(), "tools": &*call.tools},
-        "response": {"choices": [{
-            "message": *call.answer, "finish_reason": call.ending.finish_reason(),
-        }]},
-        "prompt_token_ids": tokens.prompt(),
-        "completion_token_ids": tokens.completion(),
-        "per_token_logps": tokens.logprobs(),
-        "loss_mask": mask,
-        "metadata": {
-            "node_id": call.id,
-            "index": place,
-            "model": call.model,
-            "n_tools": call.tools.len(),
-            "harness_session_id": call.client_session,
-            "sampling_params": call.sampling,
-            "requested_sampling_params": call.requested,
+    let mut loss_mask = vec![0; tokens.prompt().len()];
+    loss_mask.extend(tokens.loss_mask());
+    Some(TraceEntry {
+        request: EntryRequest {
+            messages: call.messages(),
+            tools: &call.tools,
         },
-    }))
+        response: EntryResponse {
+            choices: [EntryChoice {
+                message: &call.answer,
+                finish_reason: call.ending.finish_reason(),
+            }],
+        },
+        prompt_token_ids: tokens.prompt(),
+        completion_token_ids: tokens.completion(),
+        per_token_logps: tokens.logprobs(),
+        loss_mask,
+        metadata: EntryMetadata {
+            node_id: &call.id,
+            index: place,
+            model: &call.model,
+            n_tools: call.tools.len(),
+            harness_session_id: call.client_session.as_deref(),
+            sampling_params: &call.sampling,
+            requested_sampling_params: &call.requested,
+        },
+    })
 }
 
-/// Returns the turns as verl's recipe keeps them, with what it leaves out: the prompt's ids, and the
-/// call that each goes on from. The messages of a turn are those that are new since that one.
-pub(super) fn completion_records(graph: &CallGraph) -> Vec<Value> {
-    let record = |(place, call): (usize, &Call)| {
-        let parent = graph.parent(place).and_then(|parent| graph.call(parent));
-        let is_longer = |parent: &&Call| call.messages.starts_with(&parent.messages);
-        let known = parent
-            .filter(is_longer)
-            .map_or(0, |parent| parent.messages.len());
-        json!({
-            "call_id": call.id,
-            "parent_call_id": parent.map(|parent| &parent.id),
-            "request_messages": call.messages()[known..],
-            "prompt_token_ids": call.tokens.as_ref().map_or(&[][..], CallTokens::prompt),
-            "completion_text": call.answer["content"].as_str().unwrap_or_default(),
-            "completion_token_ids": call.tokens.as_ref().map_or(&[][..], CallTokens::completion),
-            "completion_logprobs": call.tokens.as_ref().map_or(&[][..], CallTokens::logprobs),
-            "completion_loss_mask": call.tokens.as_ref().map_or(&[][..], CallTokens::loss_mask),
-            "finish_reason": call.ending.finish_reason(),
-            "tool_calls": call.answer.get("tool_calls"),
-            "timing": {
-                "request_received_at": call.started,
-                "response_sent_at": call.started + call.latency.as_secs_f64(),
-            },
-            "node_id": null,
-            "gpu_id": null,
-            "worker_id": null,
-            "rank_info": null,
-        })
-    };
-    graph.calls().enumerate().map(record).collect()
+/// A turn as verl's recipe keeps it, with what it leaves out: the prompt's ids, and the call that it goes
+/// on from.
+#[derive(Debug, Serialize)]
+pub(super) struct CompletionRecord<'a> {
+    call_id: &'a str,
+    parent_call_id: Option<&'a str>,
+    /// Those that are new since that call.
+    request_messages: Vec<&'a Value>,
+    prompt_token_ids: &'a [u32],
+    completion_text: &'a str,
+    completion_token_ids: &'a [u32],
+    completion_logprobs: &'a [f32],
+    completion_loss_mask: &'a [u8],
+    finish_reason: &'static str,
+    tool_calls: Option<&'a Value>,
+    timing: Timing,
+    node_id: (),
+    gpu_id: (),
+    worker_id: (),
+    rank_info: (),
+}
+
+#[derive(Debug, Serialize)]
+struct Timing {
+    request_received_at: f64,
+    response_sent_at: f64,
+}
+
+/// Returns the turns as verl's recipe keeps them.
+pub(super) fn completion_records(graph: &CallGraph) -> Vec<CompletionRecord<'_>> {
+    let calls = graph.calls().enumerate();
+    calls
+        .map(|(place, call)| completion_record(graph, place, call))
+        .collect()
+}
+
+fn completion_record<'a>(
+    graph: &'a CallGraph,
+    place: usize,
+    call: &'a Call,
+) -> CompletionRecord<'a> {
+    let parent = graph.parent(place).and_then(|parent| graph.call(parent));
+    let is_longer = |parent: &&Call| call.messages.starts_with(&parent.messages);
+    let known = parent
+        .filter(is_longer)
+        .map_or(0, |parent| parent.messages.len());
+    let tokens = call.tokens.as_ref();
+    CompletionRecord {
+        call_id: &call.id,
+        parent_call_id: parent.map(|parent| parent.id.as_str()),
+        request_messages: call.messages().split_off(known),
+        prompt_token_ids: tokens.map_or(&[], CallTokens::prompt),
+        completion_text: call.answer["content"].as_str().unwrap_or_default(),
+        completion_token_ids: tokens.map_or(&[], CallTokens::completion),
+        completion_logprobs: tokens.map_or(&[], CallTokens::logprobs),
+        completion_loss_mask: tokens.map_or(&[], CallTokens::loss_mask),
+        finish_reason: call.ending.finish_reason(),
+        tool_calls: call.answer.get("tool_calls"),
+        timing: Timing {
+            request_received_at: call.started,
+            response_sent_at: call.started + call.latency.as_secs_f64(),
+        },
+        node_id: (),
+        gpu_id: (),
+        worker_id: (),
+        rank_info: (),
+    }
 }
 
 #[cfg(test)]

@@ -16,6 +16,9 @@ pub enum RolloutError {
     /// The proxy in front of the engine, which agents ask, cannot be started.
     #[error("the proxy that agents ask cannot be started")]
     Proxy(#[from] std::io::Error),
+    /// The engine ended under the agents that ask it.
+    #[error("the engine failed while agents asked it; its own error was logged")]
+    EngineEnded,
     /// The program of the agents is not there.
     #[error("there is no program `{program}` to run agents (`rollout.agent`); {remedy}")]
     AgentNotFound {

@@ -451,7 +451,9 @@ impl RunError {
             Self::Collective(error) => error.is_usage(),
             Self::Engine(error) => error.is_input(),
             Self::Model(error) => error.is_input(),
-            Self::Rollout(error) => !matches!(error, RolloutError::Engine(_)),
+            Self::Rollout(error) => {
+                !matches!(error, RolloutError::Engine(_) | RolloutError::EngineEnded)
+            }
             Self::Trainer(error) => matches!(
                 error,
                 TrainerError::InvalidConfig { .. } | TrainerError::Io { .. }

@@ -8,6 +8,7 @@
 //! A call without exact ids is part of no row: it hangs on the call that its messages continue.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::Serialize;
 
@@ -63,15 +64,15 @@ pub struct GraphStats {
     pub n_discarded: usize,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Node {
-    call: Call,
+    call: Arc<Call>,
     parent: Option<usize>,
     children: Vec<usize>,
 }
 
-/// All calls of one attempt of a session.
-#[derive(Debug, Default)]
+/// All calls of one attempt of a session. A copy shares them.
+#[derive(Debug, Clone, Default)]
 pub struct CallGraph {
     nodes: Vec<Node>,
     /// The latest call that ends in the tokens of a hash.
@@ -100,7 +101,7 @@ impl CallGraph {
             self.nodes[parent].children.push(place);
         }
         self.nodes.push(Node {
-            call,
+            call: Arc::new(call),
             parent,
             children: Vec::new(),
         });
@@ -124,13 +125,18 @@ impl CallGraph {
 
     /// Returns the calls in the order in which they were answered.
     pub fn calls(&self) -> impl ExactSizeIterator<Item = &Call> {
-        self.nodes.iter().map(|node| &node.call)
+        self.nodes.iter().map(|node| &*node.call)
     }
 
     /// Returns the call at a place.
     #[must_use]
     pub fn call(&self, place: usize) -> Option<&Call> {
-        self.nodes.get(place).map(|node| &node.call)
+        self.nodes.get(place).map(|node| &*node.call)
+    }
+
+    /// Returns the call at a place, to be kept.
+    pub(super) fn shared(&self, place: usize) -> Option<Arc<Call>> {
+        self.nodes.get(place).map(|node| Arc::clone(&node.call))
     }
 
     /// Returns the call that the one at `place` extends.

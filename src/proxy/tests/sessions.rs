@@ -1,5 +1,7 @@
 //! Sessions, their limits, and the contracts of OpenEnv and verl.
 
+use futures_util::StreamExt as _;
+
 use super::*;
 use crate::trajectory::Trajectory;
 
@@ -212,7 +214,7 @@ async fn an_agent_that_used_up_its_calls_is_told_to_stop() {
 #[tokio::test]
 async fn a_session_holds_no_more_than_it_may_and_others_go_on() {
     let config = ProxyConfig {
-        max_session_bytes: 4000,
+        max_session_bytes: 8000,
         ..open_to_all()
     };
     let app = router(backend(), config);
@@ -455,4 +457,102 @@ async fn each_session_has_its_rate_and_strangers_one_together() {
     assert!((1500..=1800).contains(&wait), "{wait}");
     let metrics = fetch(&app, "/metrics").await.text;
     assert!(metrics.contains("http_rate_limited_total 5\n"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_models_name_is_kept_at_its_length_alone() {
+    let app = toy();
+    let mut body = hi();
+    body["model"] = Value::from("m".repeat(1 << 20));
+    post(&app, CHAT, &body).await.ok();
+    let entries = fetch(&app, "/sessions/s/trace_entries").await.ok();
+    let model = entries["entries"][0]["metadata"]["model"].as_str().unwrap();
+    assert_eq!(model.len(), 200);
+}
+
+/// A body that says whether it was read.
+fn watched() -> (Body, Arc<std::sync::atomic::AtomicBool>) {
+    let is_read = Arc::<std::sync::atomic::AtomicBool>::default();
+    let read = Arc::clone(&is_read);
+    let pieces = futures_util::stream::iter([()]).map(move |()| {
+        read.store(true, std::sync::atomic::Ordering::SeqCst);
+        Ok::<_, std::convert::Infallible>("{}")
+    });
+    (Body::from_stream(pieces), is_read)
+}
+
+#[tokio::test]
+async fn nothing_is_read_of_who_has_no_key() {
+    let config = ProxyConfig {
+        admin_key: Some(ApiKey::new("boss")),
+        ..ProxyConfig::default()
+    };
+    let app = router(backend(), config);
+    for (path, key, status, reads) in [
+        ("/sessions/s", "wrong", 401, false),
+        ("/sessions/s", "boss", 200, true),
+        (CHAT, "wrong", 401, false),
+        ("/wrong/v1/messages", "s", 401, false),
+        ("/v1/responses/input_tokens", "wrong", 401, false),
+        (CHAT, "s", 400, true),
+        ("/v1/chat/completions/s", "wrong", 400, true),
+    ] {
+        let (body, is_read) = watched();
+        let request = HttpRequest::post(path)
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .header(header::CONTENT_LENGTH, "2");
+        let answer = send(&app, request.body(body).unwrap()).await;
+        assert_eq!(answer.status, status, "{path} {key}: {}", answer.text);
+        let is_read = is_read.load(std::sync::atomic::Ordering::SeqCst);
+        assert_eq!(is_read, reads, "{path} {key}");
+    }
+}
+
+/// A page of theirs whose name leads to this machine, of which a browser says nothing where it only reads.
+#[tokio::test]
+async fn a_name_that_was_made_to_lead_here_reads_nothing() {
+    let app = toy();
+    post(&app, CHAT, &hi()).await.ok();
+    let guarded = ProxyConfig {
+        admin_key: Some(ApiKey::new("boss")),
+        ..open_to_all()
+    };
+    let guarded = router(backend(), guarded);
+    let read = async |app: &Router, path: &str, host: &str, peer: [u8; 4]| {
+        let request = HttpRequest::get(path)
+            .header(header::HOST, host)
+            .header(header::AUTHORIZATION, "Bearer boss")
+            .extension(http::Peer(std::net::IpAddr::from(peer)));
+        send(app, request.body(Body::empty()).unwrap()).await.status
+    };
+    let here = [127, 0, 0, 1];
+    for path in ["/sessions", "/sessions/s", "/sessions/s/rollout"] {
+        assert_eq!(read(&app, path, "evil.example:8001", here).await, 403);
+        assert_eq!(read(&app, path, "localhost:8001", here).await, 200);
+        assert_eq!(read(&app, path, "127.0.0.1:8001", here).await, 200);
+        // Over the network, where a machine has a name.
+        assert_eq!(read(&app, path, "trainer:8001", [10, 0, 0, 2]).await, 200);
+    }
+    let host = "proxy.example.org";
+    assert_eq!(read(&guarded, "/sessions", host, here).await, 200);
+    assert_eq!(read(&app, "/v1/models", host, here).await, 200);
+}
+
+#[tokio::test]
+async fn where_keys_open_sessions_each_is_no_client_of_its_own() {
+    let config = ProxyConfig {
+        rate_limit: Some("2/h".parse().unwrap()),
+        ..open_to_all()
+    };
+    let app = router(backend(), config);
+    for (number, status) in [200, 200, 429].into_iter().enumerate() {
+        let path = format!("/k{number}/v1/chat/completions");
+        let answer = post(&app, &path, &hi()).await;
+        assert_eq!(answer.status, status, "{}", answer.text);
+    }
+    // Nor is one that is known.
+    assert_eq!(
+        post(&app, "/k0/v1/chat/completions", &hi()).await.status,
+        429
+    );
 }

@@ -56,11 +56,10 @@ pub(super) fn read(whole: &Value, is_trainable: bool) -> Result<Outcome, ProxyEr
     };
     let completion = ids(&choice["token_ids"], "token_ids")?;
     let logprobs = logprobs(&choice["logprobs"])?;
-    let count = |value: &Value| value.as_u64().and_then(|count| usize::try_from(count).ok());
     let usage = &whole["usage"];
     let counted = (
-        count(&usage["prompt_tokens"]),
-        count(&usage["completion_tokens"]),
+        count(&usage["prompt_tokens"])?,
+        count(&usage["completion_tokens"])?,
     );
     for (what, ids, counted) in [
         ("the prompt", &prompt, counted.0),
@@ -91,7 +90,7 @@ pub(super) fn read(whole: &Value, is_trainable: bool) -> Result<Outcome, ProxyEr
         _ => (None, Some("the upstream told no token ids")),
     };
     let prompt = counted.0.unwrap_or(told.0);
-    let cached = count(&usage["prompt_tokens_details"]["cached_tokens"]);
+    let cached = count(&usage["prompt_tokens_details"]["cached_tokens"])?;
     Ok(Outcome {
         answer: Answer {
             message,
@@ -107,6 +106,15 @@ pub(super) fn read(whole: &Value, is_trainable: bool) -> Result<Outcome, ProxyEr
         unsaid: String::new(),
         why_context: why_context.map(str::to_owned),
     })
+}
+
+/// Returns a count of tokens, if it is told.
+fn count(told: &Value) -> Result<Option<usize>, ProxyError> {
+    match told.as_u64().map(u32::try_from) {
+        None => Ok(None),
+        Some(Ok(count)) => Ok(usize::try_from(count).ok()),
+        Some(Err(_)) => Err(broken(format!("it counted {told} tokens"))),
+    }
 }
 
 /// Returns what of a message an answer is made of.

@@ -155,9 +155,13 @@ impl Upstream {
             false => config.timeout,
         };
         let timeout = config.timeout;
+        // Past TLS a proxy of the environment's sees nothing; without it, it would read the key.
+        let is_encrypted = config.url.starts_with("https://");
         let make = move |credentials: &Credentials| {
+            let proxy = is_encrypted.then(ureq::Proxy::try_from_env).flatten();
             let agent = ureq::Agent::config_builder()
                 .tls_config(tls_config(credentials)?)
+                .proxy(proxy)
                 .timeout_global(Some(timeout))
                 .timeout_per_read(Some(quiet))
                 .timeout_connect(Some(Duration::from_secs(10)))

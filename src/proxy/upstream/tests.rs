@@ -12,10 +12,10 @@ use tower::ServiceExt as _;
 
 use super::*;
 use crate::http::Listener;
-use crate::http::tests_support::{Script, serve, whole};
+use crate::http::tests_support::{Script, serve, whole, whole_with};
 use crate::http::tls::ServerTls;
 use crate::http::tls::tests_support::{Authority, Folder};
-use crate::proxy::{Backend, ProxyConfig, router};
+use crate::proxy::{App, Backend, ProxyConfig, router, router_of};
 
 /// A stream of these events, a pause before each.
 fn stream(events: &[(u64, String)]) -> Script {
@@ -267,6 +267,10 @@ async fn what_an_upstream_says_wrong_is_one_clients_error() {
         (
             bad(|answer| answer["choices"][0]["logprobs"]["content"][0]["logprob"] = json!(2)),
             "log-probability",
+        ),
+        (
+            bad(|answer| answer["usage"]["completion_tokens"] = json!(u64::MAX)),
+            "counted 18446744073709551615 tokens",
         ),
         (whole("200 OK", &"x".repeat(5000)), "more than 4096 bytes"),
         (whole("500 Oops", r#"{"error": "sk-secret"}"#), "status 500"),
@@ -533,4 +537,129 @@ async fn a_long_answer_with_ids_is_read() {
     let (status, text) = ask(&app, "s", json!({})).await;
     assert_eq!(status, 200, "{text}");
     assert_eq!(document(&app, "s").await["trainable"], true);
+}
+
+async fn post_to(app: &Router, path: &str, body: &Value) -> axum::response::Response {
+    let request = axum::http::Request::post(path).body(Body::from(body.to_string()));
+    app.clone().oneshot(request.unwrap()).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_call_that_the_upstream_fails_costs_an_agent_none_of_its_calls() {
+    let url = serve(|asked| match asked["user"].as_str() {
+        Some("down") => whole_with("503 Down", "Retry-After: 60\r\n", "{}"),
+        Some("busy") => whole_with("429 Busy", "Retry-After: 7\r\n", "{}"),
+        Some("wrong") => whole("400 Bad", "{}"),
+        Some("broken") => stream(&good_chunks()[..2]),
+        _ => whole("200 OK", &completion(|_| {}).to_string()),
+    });
+    let app = proxy(&url, |_| {});
+    let made = json!({"session_id": "s", "max_model_calls": 2});
+    post_to(&app, "/sessions", &made).await;
+    for (user, status, pause) in [
+        ("down", 502, Some("60")),
+        ("busy", 429, Some("7")),
+        ("broken", 502, None),
+    ] {
+        for _ in 0..2 {
+            let body = json!({"messages": [{"role": "user", "content": "hi"}], "user": user});
+            let answer = post_to(&app, "/s/v1/chat/completions", &body).await;
+            assert_eq!(answer.status().as_u16(), status, "{user}");
+            let told = answer.headers().get(header::RETRY_AFTER);
+            assert_eq!(told.map(|told| told.to_str().unwrap()), pause, "{user}");
+        }
+    }
+    // The agent has a part of this one, and is not to blame either.
+    let (_, text) = ask(&app, "s", json!({"user": "broken", "stream": true})).await;
+    assert!(text.contains("ended before the answer did"), "{text}");
+    // This one is its own doing.
+    assert_eq!(ask(&app, "s", json!({"user": "wrong"})).await.0, 400);
+    let (_, text) = ask(&app, "s", json!({})).await;
+    assert!(text.contains("yes"), "{text}");
+    let (_, text) = ask(&app, "s", json!({})).await;
+    assert!(text.contains("no calls left"), "{text}");
+    let session = read_json(&app, "/sessions/s").await;
+    assert_eq!(session["upstream_errors"], 8);
+    assert_eq!(session["faults"], 7);
+    let document = document(&app, "s").await;
+    let faults = "[WARN] faults: 7 calls failed by no fault of the agent's";
+    let findings = document["validation"].as_array().unwrap();
+    assert!(
+        findings.iter().any(|finding| finding == faults),
+        "{findings:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_request_without_a_model_is_passed_on_without_one() {
+    let url = serve(|asked| match asked.get("model") {
+        None => whole("200 OK", &completion(|_| {}).to_string()),
+        Some(model) => whole("400 Bad", &json!({"message": model}).to_string()),
+    });
+    let app = proxy(&url, |_| {});
+    let body = json!({"messages": [{"role": "user", "content": "hi"}]});
+    let answer = post_to(&app, "/s/v1/chat/completions", &body).await;
+    assert_eq!(answer.status().as_u16(), 200);
+}
+
+#[tokio::test]
+async fn who_reads_nothing_of_a_stream_holds_no_place_of_the_upstreams() {
+    let url = serve(|asked| match asked["user"].as_str() {
+        // More than all that is between the upstream and its client.
+        Some("deaf") => {
+            let piece = chunk(&json!({"content": "x".repeat(16 << 10)}), &json!({}));
+            stream(&vec![(0, piece); 1000])
+        }
+        _ => stream(&good_chunks()),
+    });
+    let upstream = Upstream::new(UpstreamConfig {
+        is_streamed: true,
+        max_calls: 1,
+        ..UpstreamConfig::new(url)
+    });
+    let config = ProxyConfig {
+        opens_sessions: true,
+        ..ProxyConfig::default()
+    };
+    let mut app = App::new(Backend::Upstream(upstream.unwrap()), config);
+    Arc::get_mut(&mut app).unwrap().read_within = Duration::from_millis(500);
+    let app = router_of(app);
+    let body = json!({
+        "messages": [{"role": "user", "content": "hi"}], "stream": true, "user": "deaf",
+    });
+    let deaf = post_to(&app, "/deaf/v1/chat/completions", &body).await;
+    assert_eq!(deaf.status().as_u16(), 200);
+    let (started, mut refused) = (Instant::now(), 0);
+    loop {
+        let (status, text) = ask(&app, "quick", json!({})).await;
+        if status == 200 {
+            break;
+        }
+        assert_eq!(status, 429, "{text}");
+        refused += 1;
+        assert!(started.elapsed() < Duration::from_secs(60), "it is held");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(refused > 0, "the place was taken");
+    drop(deaf);
+}
+
+/// A key goes to nobody but the upstream.
+#[tokio::test]
+async fn without_tls_no_proxy_of_the_environment_is_asked() {
+    if std::env::var_os("HTTP_PROXY").is_none() {
+        let name = "proxy::upstream::tests::without_tls_no_proxy_of_the_environment_is_asked";
+        let again = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env("HTTP_PROXY", "http://127.0.0.1:1")
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&again.stdout);
+        assert!(again.status.success(), "{told}");
+        assert!(told.contains("1 passed"), "{told}");
+        return;
+    }
+    let url = serve(|_| whole("200 OK", &completion(|_| {}).to_string()));
+    let (status, text) = ask(&proxy(&url, |_| {}), "s", json!({})).await;
+    assert_eq!(status, 200, "{text}");
 }

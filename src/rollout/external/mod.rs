@@ -36,7 +36,7 @@ use crate::http;
 use crate::openai::ServedModel;
 use crate::process::find_program;
 use crate::proxy::{
-    Backend, CallGraph, Capture, ProxyConfig, RowLabels, TrainingSession, trajectories,
+    Backend, CallGraph, Capture, Captured, ProxyConfig, RowLabels, TrainingSession, trajectories,
 };
 use crate::trajectory::{Status, Trajectory};
 
@@ -112,11 +112,12 @@ impl<'a> AgentCollector<'a> {
     ///
     /// An episode may give several rows, which are of one sample: where its agent's history does not only
     /// grow, or where it has others work for it. An agent that ends without a call of the model has
-    /// failed by what it is, not by what the policy did, and has no reward.
+    /// failed by what it is, not by what the policy did, and has no reward; nor has an episode in which a call
+    /// failed by no fault of the agent's, whatever it made of that.
     ///
     /// # Errors
     ///
-    /// Fails where it is stopped, and where the agent cannot be started at all.
+    /// Fails where it is stopped, where the agent cannot be started at all, and where the engine ends.
     pub fn collect(
         &self,
         engine: Engine,
@@ -138,7 +139,7 @@ impl<'a> AgentCollector<'a> {
         side_by_side(
             self.config.concurrency,
             episodes(requests, seed),
-            || self.stop.load(Ordering::Relaxed),
+            || self.stop.load(Ordering::Relaxed) || served.capture().is_stopped(),
             |request| (request.group, self.play(&served, request, seed)),
             |(group, rows)| {
                 groups[group].trajectories.extend(rows);
@@ -146,9 +147,13 @@ impl<'a> AgentCollector<'a> {
                 progress(done);
             },
         );
+        let has_engine = !served.capture().is_stopped();
         drop(served);
         if self.stop.load(Ordering::Relaxed) {
             return Err(RolloutError::Stopped);
+        }
+        if !has_engine {
+            return Err(RolloutError::EngineEnded);
         }
         for group in &mut groups {
             // Rows of one sample stay in the order of their calls.
@@ -201,10 +206,14 @@ impl<'a> AgentCollector<'a> {
         let Some(mut episode) = self.taken_back(&lent) else {
             return Vec::new();
         };
-        let graph = capture.close(&key).unwrap_or_default();
+        let Captured { graph, faults } = capture.close(&key).unwrap_or_default();
         let has_called = graph.calls().next().is_some();
         match played {
             _ if episode.has_failed() => {}
+            Ok(_) if faults > 0 => {
+                let error = format!("{faults} of the agent's calls failed by a fault of ours");
+                episode.fail(&std::io::Error::other(error));
+            }
             Ok((_, answer)) if has_called => episode.end(answer.as_deref()),
             Ok((ended, _)) => {
                 let how = ended.describe();
@@ -405,8 +414,16 @@ struct Served {
 
 impl Served {
     fn start(engine: Engine, model: ServedModel) -> Result<Self, RolloutError> {
-        let (engine, engine_thread) = EngineHandle::start(engine, usize::MAX)?;
-        let capture = Capture::new(Backend::Engine { engine, model }, ProxyConfig::default());
+        let (engine, thread) = EngineHandle::start(engine, usize::MAX)?;
+        Self::over(Backend::Engine { engine, model }, Some(thread))
+    }
+
+    /// Serves what `backend` answers; its thread ends once nobody can ask it.
+    fn over(
+        backend: Backend,
+        thread: Option<std::thread::JoinHandle<()>>,
+    ) -> Result<Self, RolloutError> {
+        let capture = Capture::new(backend, ProxyConfig::default());
         let tools = LentTools::default();
         let router = capture.router().merge(tools.router());
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -431,7 +448,7 @@ impl Served {
             tools,
             capture: Some(capture),
             stop: Some(stop),
-            threads: vec![proxy_thread, engine_thread],
+            threads: [proxy_thread].into_iter().chain(thread).collect(),
         })
     }
 }

@@ -1,6 +1,12 @@
 use std::os::unix::fs::symlink;
+use std::sync::atomic::AtomicUsize;
 
 use super::*;
+use crate::chat::{ChatTemplate, ParsedTurn, ToolCallFormat, ToolSpec};
+use crate::engine::Tokenizer;
+use crate::env::{EnvError, EpisodeStats, EpisodeStatus, StepResult};
+use crate::http::tests_support::{serve, whole};
+use crate::proxy::{Upstream, UpstreamConfig};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -180,4 +186,101 @@ fn a_sandbox_hides_the_rest_of_the_machine() {
     let mounts = [PathBuf::from(env!("CARGO_MANIFEST_DIR"))];
     let (ended, _folder) = run_in(Isolation::Bubblewrap, &mounts, &script, PATIENCE);
     assert!(String::from_utf8_lossy(&ended.stdout).contains("[package]"));
+}
+
+/// Is graded by whether there is an answer.
+struct Question;
+
+impl Environment for Question {
+    fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+        Ok(vec![Message::user("Say yes.")])
+    }
+
+    fn tools(&self) -> &[ToolSpec] {
+        &[]
+    }
+
+    fn step(&mut self, _: &ParsedTurn) -> Result<StepResult, EnvError> {
+        Ok(self.close(None))
+    }
+
+    fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+        StepResult {
+            observation: Vec::new(),
+            reward: Some(0.0),
+            rewards: indexmap::IndexMap::new(),
+            done: true,
+            status: Some(EpisodeStatus::NoSubmission),
+            fault: None,
+        }
+    }
+
+    fn stats(&self) -> EpisodeStats {
+        EpisodeStats::default()
+    }
+}
+
+/// Asks twice, and leaves no answer whatever it was told.
+const ASKS_TWICE: &str = r#"
+place=${OPENAI_BASE_URL#http://}; place=${place%/v1}
+body='{"messages":[{"role":"user","content":"hi"}]}'
+for _ in 1 2; do
+    exec 3<>"/dev/tcp/${place/://}"
+    printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n' \
+        "$OPENAI_API_KEY" >&3
+    printf 'Connection: close\r\nContent-Length: %d\r\n\r\n%s' "${#body}" "$body" >&3
+    cat <&3 >/dev/null
+done
+"#;
+
+#[test]
+fn an_episode_with_a_call_that_we_failed_is_not_the_policys() {
+    let answer = json!({
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"content": "yes"}}],
+    });
+    for fails in [false, true] {
+        let (answer, asked) = (answer.to_string(), AtomicUsize::new(0));
+        let url = serve(move |_| match asked.fetch_add(1, Ordering::SeqCst) {
+            1 if fails => whole("500 Oops", "{}"),
+            _ => whole("200 OK", &answer),
+        });
+        let upstream = Upstream::new(UpstreamConfig::new(url)).unwrap();
+        let served = Served::over(Backend::Upstream(upstream), None).unwrap();
+        let mut config = config("bash");
+        config.command.extend(["-c", ASKS_TWICE].map(str::to_owned));
+        config.timeout = PATIENCE;
+        let stop = AtomicBool::new(false);
+        let model = ServedModel {
+            name: "m".to_owned(),
+            template: ChatTemplate::new("").unwrap(),
+            tokenizer: Tokenizer::byte_level(&[]).unwrap(),
+            stop_token_ids: Vec::new(),
+            tool_call_format: ToolCallFormat::Hermes,
+        };
+        let collector = AgentCollector::new(&config, model, &stop);
+        let request = Request {
+            group: 0,
+            task_id: "t".to_owned(),
+            sample: 0,
+            environment: Box::new(Question),
+            seed: 0,
+        };
+        let seed = CollectionSeed {
+            run: 0,
+            purpose: "test",
+            step: 1,
+            draw: 0,
+        };
+        let rows = collector.play(&served, request, seed);
+        let [row] = rows.as_slice() else {
+            panic!("{rows:?}");
+        };
+        match &row.status {
+            Status::Failed { reason } if fails => {
+                assert!(reason.contains("1 of the agent's calls"), "{reason}");
+                assert_eq!(row.reward, None);
+            }
+            _ => assert_eq!((fails, row.reward), (false, Some(0.0)), "{row:?}"),
+        }
+    }
 }
