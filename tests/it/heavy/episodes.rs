@@ -296,6 +296,34 @@ fn a_policy_that_breaks_its_actor_has_earned_nothing() {
     scene.close();
 }
 
+/// Processes that outlive their command, in any number, and a first process that is shot at: each is the policy's own
+/// doing, and has a reward.
+#[test]
+fn a_policy_cannot_leave_the_statistics_by_what_it_leaves_running() {
+    let scene = Scene::new(None);
+    let task = harbor("greeting");
+    for left in [
+        "(while :; do sleep 100 & done) > /dev/null 2>&1 &",
+        "bomb() { bomb | bomb & }; bomb > /dev/null 2>&1",
+        "(while :; do kill -KILL 1 -1; done) > /dev/null 2>&1 &",
+        "(while :; do mkdir d && cd d; done) > /dev/null 2>&1 & rm -rf /workspace",
+        "exec 3<>/tmp/f; (while :; do cat /dev/zero > /tmp/f; done) > /dev/null 2>&1 &",
+    ] {
+        let mut environment = scene.one(&task);
+        let mut result = bash(&mut environment, left);
+        for _ in 0..2 {
+            if !result.done {
+                result = bash(&mut environment, "echo hello > hello.txt");
+            }
+        }
+        if !result.done {
+            result = submit(&mut environment);
+        }
+        assert!(result.done && result.reward.is_some(), "{left}: {result:?}");
+    }
+    scene.close();
+}
+
 #[test]
 fn the_tool_edit_shows_and_changes_files() {
     let scene = Scene::new(None);
