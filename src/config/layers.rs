@@ -442,7 +442,7 @@ mod tests {
             !debug.contains("None,") && !debug.contains("None }"),
             "{debug}"
         );
-        assert_eq!(json.as_object().unwrap().len(), 13);
+        assert_eq!(json.as_object().unwrap().len(), 14);
     }
 
     #[test]

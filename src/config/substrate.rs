@@ -71,22 +71,21 @@ impl Default for SubstrateConfig {
 }
 
 /// How templates are made of images.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct TemplateConfig {
-    /// Where snapshots are kept, such as `gs://BUCKET/FOLDER`.
+    /// Where snapshots are kept, such as `gs://BUCKET/FOLDER`; has to be given.
     pub storage_location: String,
-    /// The cluster's `SandboxConfig` that says how gVisor is run.
+    /// The cluster's `SandboxConfig` that says how gVisor is run; has to be given.
     pub sandbox_config: String,
     /// An image, by digest, that has this program and is shown in actors at `/opt/wardian`; their own images
     /// have it unless given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub sandboxd_image: Option<String>,
     /// CPUs of an actor, as Kubernetes writes them, such as `500m`; no limit unless given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
     /// Labels that the workers of actors must have; none unless given.
-    #[serde(default)]
     pub worker_labels: BTreeMap<String, String>,
 }
 
@@ -131,6 +130,19 @@ pub(super) fn validate(substrate: &SubstrateConfig, issues: &mut Issues) {
             .map_or_else(String::new, |path| path.display().to_string()),
         "leave it out, or give `control`: `kubectl` has credentials of its own",
     );
+    if let Some(templates) = &substrate.new_templates {
+        for (name, value) in [
+            ("storage_location", &templates.storage_location),
+            ("sandbox_config", &templates.sandbox_config),
+        ] {
+            issues.require(
+                !value.is_empty(),
+                key(&format!("new_templates.{name}")),
+                value,
+                "say where the Substrate keeps snapshots, and which of its configurations runs gVisor",
+            );
+        }
+    }
     for (name, time) in [
         ("call_timeout", substrate.call_timeout),
         ("ready_timeout", substrate.ready_timeout),
@@ -188,6 +200,10 @@ mod tests {
                     "[actor.substrate]\n{GOOD}control = 'https://c'\nkubectl_arguments = ['-v']"
                 ),
                 "actor.substrate.kubectl_arguments",
+            ),
+            (
+                format!("[actor.substrate]\n{GOOD}new_templates = {{ sandbox_config = 's' }}"),
+                "actor.substrate.new_templates.storage_location",
             ),
             (
                 format!("[actor.substrate]\n{GOOD}ready_timeout = '0s'"),

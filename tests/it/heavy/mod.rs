@@ -4,6 +4,9 @@
 mod episodes;
 mod runs;
 
+#[cfg(feature = "k8s")]
+pub(crate) use runs::solve_by_script;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

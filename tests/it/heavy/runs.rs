@@ -179,8 +179,17 @@ for command in json.loads(os.environ["COMMANDS"])[task["task_id"]]:
 #[test]
 fn a_scripted_agent_solves_harbor_and_swebench_in_one_run() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = |name: &str| folder.path().join(name);
-    let (rows, repositories) = instances(folder.path(), 2);
+    solve_by_script(folder.path(), |repositories| {
+        format!("root = 'host'\nrepositories = '{}'", text(repositories))
+    });
+    assert_clean(folder.path());
+}
+
+/// Trains for two steps on tasks of both kinds with an agent that knows the answers, 8 episodes at a time, and
+/// checks that each is solved. `actor` says, of the repositories of SWE-bench's instances, what actors start from.
+pub(crate) fn solve_by_script(folder: &Path, actor: impl FnOnce(&Path) -> String) {
+    let path = |name: &str| folder.join(name);
+    let (rows, repositories) = instances(folder, 2);
     // Tasks without steps: a program is given one instruction.
     let tasks = path("tasks");
     fs_err::create_dir(&tasks).expect("made");
@@ -215,20 +224,14 @@ fn a_scripted_agent_solves_harbor_and_swebench_in_one_run() {
         text(&agent),
     );
     let config = settings("", &more)
-        .replace(
-            "root = 'host'",
-            &format!("root = 'host'\nrepositories = '{}'", text(&repositories)),
-        )
+        .replace("root = 'host'", &actor(&repositories))
         .replace("task.path = ''", "");
     let file = path("run.toml");
     fs_err::write(&file, config).expect("written");
     let run = path("run");
     let arguments = ["train", "--config", text(&file), "--out", text(&run)];
-    let output = wardian(folder.path(), &arguments)
-        .output()
-        .expect("it starts");
+    let output = wardian(folder, &arguments).output().expect("it starts");
     assert!(output.status.success(), "{}", told(&output));
-    assert_clean(folder.path());
     let all: Vec<Trajectory> = [1, 2]
         .into_iter()
         .flat_map(|step| episodes(&run, step))

@@ -33,6 +33,8 @@ struct Running {
 pub(super) struct Kubelet {
     backend: RunscBackend,
     pub(super) base: tempfile::TempDir,
+    /// What the image has besides: folders of this machine, and where they are in it.
+    pub(super) content: Mutex<Vec<(PathBuf, PathBuf)>>,
     running: Mutex<BTreeMap<String, Option<Arc<Running>>>>,
 }
 
@@ -48,6 +50,7 @@ impl Kubelet {
         Self {
             backend,
             base,
+            content: Mutex::default(),
             running: Mutex::default(),
         }
     }
@@ -211,6 +214,7 @@ impl Kubelet {
         let actor = self
             .backend
             .create(&ActorSpec {
+                mounts: self.content.lock().unwrap().clone(),
                 writable: filled.clone(),
                 workdir: "/run/pod".into(),
                 user,

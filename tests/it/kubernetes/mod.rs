@@ -12,6 +12,7 @@ mod images;
 mod kubelet;
 mod open;
 mod parity;
+mod runs;
 mod sandboxes;
 mod server;
 mod store;
