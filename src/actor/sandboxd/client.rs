@@ -298,7 +298,7 @@ impl SandboxdActor {
                 message: format!("its server answered with status {}", answered.status),
             };
         };
-        let path = path.unwrap_or(Path::new("/")).to_owned();
+        let path = path.unwrap_or_else(|| Path::new("/")).to_owned();
         let too_large = |unit| ActorError::TreeTooLarge {
             limit: limit.unwrap_or_default(),
             unit,
@@ -456,7 +456,7 @@ impl Actor for SandboxdActor {
                     .max_output
                     .saturating_mul(2)
                     .saturating_add(MAX_ANSWER),
-                limits: (TREE, timeout.saturating_add(ENDING)),
+                limits: (sending(command.stdin.len()), timeout.saturating_add(ENDING)),
             },
         )?;
         if answered.status == StatusCode::OK {
@@ -538,6 +538,13 @@ impl Actor for SandboxdActor {
     fn destroy(self: Box<Self>) -> Result<(), ActorError> {
         self.release()
     }
+}
+
+/// Returns how long a try may take to send so many bytes of input, and to be told that the command runs.
+fn sending(bytes: usize) -> Duration {
+    const SECOND: usize = 1 << 20;
+    let seconds = u64::try_from(bytes / SECOND).unwrap_or(u64::MAX);
+    (MAX_WAIT + SLACK).saturating_add(Duration::from_secs(seconds))
 }
 
 /// Remembers that nothing can be asked any more, where that is so.

@@ -71,9 +71,14 @@ impl Machines {
 
     /// Starts the server as a process of this machine.
     fn start_plain(&self) -> Machine {
+        self.start_plain_with(&[])
+    }
+
+    /// As [`Self::start_plain`], with further arguments.
+    pub(crate) fn start_plain_with(&self, more: &[&str]) -> Machine {
         let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
         command.args(["sandboxd", "--grace", "200ms", "--token-file"]);
-        command.arg(&self.token);
+        command.arg(&self.token).args(more);
         Machine::start(command)
     }
 }
@@ -96,10 +101,7 @@ impl Machine {
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
         stderr.read_line(&mut line).unwrap();
-        let address = line
-            .trim()
-            .rsplit_once("http://")
-            .map(|(_, address)| address);
+        let address = line.trim().rsplit_once("://").map(|(_, address)| address);
         let address = address.unwrap_or_else(|| panic!("the server says: {line}"));
         let address = address.parse().unwrap();
         // What it says further is not to be in its way.

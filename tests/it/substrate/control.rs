@@ -304,7 +304,7 @@ impl Control {
             let mut actor = state.actors.remove(&name).unwrap();
             actor.machine = None;
             remove(&actor.folder);
-            actor.message.clone()
+            actor.message
         };
         self.done("DeleteActor", message)
     }

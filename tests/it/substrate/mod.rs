@@ -13,19 +13,19 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use wardian::actor::sandboxd::BearerToken;
+use wardian::actor::sandboxd::{BearerToken, SandboxdActor, SandboxdOptions};
 use wardian::actor::substrate::{
     ControlPlane, SubstrateBackend, SubstrateOptions, TemplateOptions,
 };
 use wardian::actor::{
-    Actor, ActorBackend, ActorCommand, ActorError, ActorLimits, ActorSpec, Ending, FileTree,
+    Actor, ActorBackend as _, ActorCommand, ActorError, ActorLimits, ActorSpec, Ending, FileTree,
     RootFs, TreeLimits,
 };
 use wardian::http::tls::TlsFiles;
 
 use self::control::{ATESPACE, Control, Settings};
 use self::router::Router;
-use crate::actor::sandboxd::TOKEN;
+use crate::actor::sandboxd::{Machines, TOKEN};
 use crate::actor::{sh, text};
 
 /// An image of which there is a template.
@@ -306,7 +306,7 @@ fn a_template_is_made_once_and_waited_for(by: By) {
         .set(|settings| settings.golden_error = "ImagePull: no such image".to_owned());
     let other = ActorSpec {
         root: RootFs::Image(pinned().replace("new@", "other@")),
-        ..spec.clone()
+        ..spec
     };
     let error = backend.create(&other).unwrap_err();
     assert!(error.to_string().contains("no such image"), "{error}");
@@ -595,6 +595,61 @@ fn a_certificate_that_is_changed_is_shown_from_then_on() {
     assert_eq!(text(&*actor, "echo on"), "on");
     drop((actor, backend));
     assert_eq!(cluster.control.everything(), [""; 0]);
+}
+
+#[test]
+fn a_server_inside_and_its_client_know_each_other_by_certificates() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        fs_err::write(&path, text).unwrap();
+        path
+    };
+    let (servers, first, second) = (
+        Authority::new("servers"),
+        Authority::new("first"),
+        Authority::new("second"),
+    );
+    let own = write("server.pem", servers.bundle());
+    let clients = write("clients.pem", first.0.pem());
+    let machine = Machines::new(folder.path()).start_plain_with(&[
+        "--tls-cert",
+        &own.to_string_lossy(),
+        "--tls-client-ca",
+        &clients.to_string_lossy(),
+    ]);
+    let bundle = write("client.pem", first.bundle());
+    let options = SandboxdOptions {
+        url: format!("https://{}", machine.address),
+        tls: TlsFiles {
+            certificate: Some(bundle),
+            key: None,
+            ca: Some(write("ca.pem", servers.0.pem())),
+        },
+        patience: Duration::from_secs(1),
+        ready_timeout: Duration::from_secs(1),
+        ..machine.options()
+    };
+    let spec = ActorSpec {
+        workdir: folder.path().join("work"),
+        ..ActorSpec::new(RootFs::Host)
+    };
+    let actor = SandboxdActor::connect(&options, &spec).unwrap();
+    assert_eq!(text(&actor, "echo on"), "on");
+    let nobody = SandboxdOptions {
+        tls: TlsFiles {
+            certificate: None,
+            ..options.tls.clone()
+        },
+        ..options
+    };
+    let error = SandboxdActor::connect(&nobody, &spec).unwrap_err();
+    assert!(!error.is_guests_doing(), "{error}");
+    // Both sides have others from now on: connections that come next are by those.
+    write("clients.pem", second.0.pem());
+    write("client.pem", second.bundle());
+    std::thread::sleep(Duration::from_millis(1100));
+    assert_eq!(text(&actor, "echo on"), "on");
 }
 
 #[test]
