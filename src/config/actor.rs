@@ -93,7 +93,7 @@ pub enum ActorBackendName {
     Runsc,
     /// Namespaces of this machine's kernel: weaker, for programs that one would run anyway.
     Bwrap,
-    /// Sandboxes of OpenKruise Agents on Kubernetes; needs a program built with `--features k8s`.
+    /// Sandboxes of `OpenKruise` Agents on Kubernetes; needs a program built with `--features k8s`.
     Kruise,
     /// Sandboxes of SIG agent-sandbox on Kubernetes; needs a program built with `--features k8s`.
     AgentSandbox,

@@ -27,10 +27,10 @@ pub struct KubernetesConfig {
     /// The API server's address, such as that of `kubectl proxy`, in place of a kubeconfig.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_server: Option<String>,
-    /// The group and version of OpenKruise's objects; `agents.kruise.io/v1alpha1` unless given.
+    /// The group and version of `OpenKruise`'s objects; `agents.kruise.io/v1alpha1` unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kruise_group: Option<String>,
-    /// The RuntimeClass of the pods; `gvisor` unless given. Empty for the cluster's own runtime, whose
+    /// The `RuntimeClass` of the pods; `gvisor` unless given. Empty for the cluster's own runtime, whose
     /// isolation is weaker.
     pub runtime_class: String,
     /// Who all processes of an actor are, as a number; 65532 unless given. Root (0) needs a namespace that

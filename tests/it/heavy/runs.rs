@@ -225,7 +225,8 @@ pub(crate) fn solve_by_script(folder: &Path, actor: impl FnOnce(&Path) -> String
     );
     let config = settings("", &more)
         .replace("root = 'host'", &actor(&repositories))
-        .replace("task.path = ''", "");
+        .replace("task.path = ''", "")
+        .replace("'10s'", "'2m'");
     let file = path("run.toml");
     fs_err::write(&file, config).expect("written");
     let run = path("run");
@@ -238,7 +239,8 @@ pub(crate) fn solve_by_script(folder: &Path, actor: impl FnOnce(&Path) -> String
         .collect();
     assert_eq!(all.len(), 16);
     for row in &all {
-        assert!(row.trace.sampled_len() > 0 && row.usage.start_seconds > 0.0);
+        let is_whole = row.trace.sampled_len() > 0 && row.usage.start_seconds > 0.0;
+        assert!(is_whole, "{:?}: {:?}", row.status, row.messages);
     }
     for kind in ["shell/", "issues/"] {
         let of_kind = all.iter().filter(|row| row.task_id.starts_with(kind));

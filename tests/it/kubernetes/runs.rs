@@ -14,7 +14,7 @@ fn trains_in(backend: &str) {
         let url = scene.server.url();
         format!(
             "backend = '{backend}'\nimage = '{IMAGE}'\n\
-             kubernetes = {{ api_server = '{url}', namespace = '{NAMESPACE}', ready_timeout = '2m' }}"
+             kubernetes = {{ api_server = '{url}', namespace = '{NAMESPACE}', ready_timeout = '5m' }}"
         )
     });
     let posts = scene.cluster.requests.lock().unwrap();

@@ -128,7 +128,11 @@ struct Poster {
 
 impl Poster {
     fn new(url: &str, run: &str, token: Option<String>, is_open: Receiver<Infallible>) -> Self {
+        // What is not encrypted is for nobody but the server, a token above all.
+        let is_encrypted = url.starts_with("https://");
+        let proxy = is_encrypted.then(ureq::Proxy::try_from_env).flatten();
         let config = ureq::Agent::config_builder()
+            .proxy(proxy)
             .timeout_global(Some(TIMEOUT))
             // An answer's headers say when to try again.
             .http_status_as_error(false)
