@@ -143,7 +143,8 @@ impl Shell for KubernetesActor {
             let lived = self.claimed.elapsed();
             // Two requests at most, and one for the pod.
             let most = time + 3 * link.limit + ENDING;
-            self.machine.wait("running a program", most, async move {
+            let cluster = &self.machine.cluster;
+            cluster.wait_while_open("running a program", most, async move {
                 let ran = start(&link, &pod, &script, program, time, &streams).await;
                 let fate = tell(&link, &pod, &ran, &limits, lived).await?;
                 Ok((ran, fate))

@@ -12,6 +12,7 @@ use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
 use serde_json::Value;
 use tokio::runtime::Runtime;
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::options::{ApiServer, KubernetesOptions};
@@ -44,6 +45,7 @@ pub(super) struct Cluster {
     link: Link,
     /// Taken when it ends.
     runtime: Option<Runtime>,
+    closing: watch::Sender<bool>,
 }
 
 /// What asynchronous work needs of a cluster.
@@ -113,6 +115,7 @@ impl Cluster {
                 limit: options.request_timeout,
             },
             runtime: Some(runtime),
+            closing: watch::Sender::new(false),
         })
     }
 
@@ -132,6 +135,35 @@ impl Cluster {
         work: impl Future<Output = Result<T, ActorError>> + Send + 'static,
     ) -> Result<T, ActorError> {
         wait(self.runtime(), activity, limit, work)?
+    }
+
+    /// As [`Self::wait`], and ends it once [`Self::close`] is called.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::wait`], and where it was ended.
+    pub(super) fn wait_while_open<T: Send + 'static>(
+        &self,
+        activity: &str,
+        limit: Duration,
+        work: impl Future<Output = Result<T, ActorError>> + Send + 'static,
+    ) -> Result<T, ActorError> {
+        let mut closing = self.closing.subscribe();
+        let what = activity.to_owned();
+        self.wait(activity, limit, async move {
+            tokio::select! {
+                done = work => done,
+                _ = closing.wait_for(|is_closing| *is_closing) => Err(ActorError::Backend {
+                    activity: what,
+                    message: "the run ends".to_owned(),
+                }),
+            }
+        })
+    }
+
+    /// Ends what waits for sandboxes and for programs in them, now and from now on.
+    pub(super) fn close(&self) {
+        self.closing.send_replace(true);
     }
 
     /// Does work on the client's threads until the handle is aborted.

@@ -207,6 +207,10 @@ impl ActorBackend for KubernetesBackend {
         }
     }
 
+    fn shut_down(&self) {
+        self.machine.cluster.close();
+    }
+
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         spec.check()?;
         let machine = &self.machine;
@@ -337,7 +341,8 @@ impl Machine {
         let link = self.link().clone();
         // A claim and its sandbox, each in the time that one has.
         let most = 2 * wish.limit + REQUESTS * link.limit + Duration::from_secs(20);
-        self.wait("claiming a sandbox", most, async move {
+        let cluster = &self.cluster;
+        cluster.wait_while_open("claiming a sandbox", most, async move {
             let pod = sandboxes.claim(&link, &run, &wish).await?;
             let found = link.get(&run::pods(), &pod).await?;
             let found = found.unwrap_or_default();

@@ -4,6 +4,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
+use tokio::sync::watch;
 
 use crate::actor::ActorError;
 
@@ -15,6 +16,7 @@ const SLACK: Duration = Duration::from_secs(5);
 pub(in crate::actor) struct Background {
     /// Taken when it ends.
     runtime: Option<Runtime>,
+    closing: watch::Sender<bool>,
 }
 
 impl Background {
@@ -35,7 +37,38 @@ impl Background {
             })?;
         Ok(Self {
             runtime: Some(runtime),
+            closing: watch::Sender::new(false),
         })
+    }
+
+    /// As [`Self::run`], and drops the work once [`Self::close`] is called.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::run`], and where it was dropped.
+    pub(in crate::actor) fn run_while_open<T: Send + 'static>(
+        &self,
+        activity: &str,
+        limit: Duration,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, ActorError> {
+        let mut closing = self.closing.subscribe();
+        let done = self.run(activity, limit, async move {
+            tokio::select! {
+                done = work => Some(done),
+                _ = closing.wait_for(|is_closing| *is_closing) => None,
+            }
+        })?;
+        done.ok_or_else(|| ActorError::Backend {
+            activity: activity.to_owned(),
+            message: "the run ends".to_owned(),
+        })
+    }
+
+    /// Ends what waits for programs in actors, now and from now on.
+    #[cfg(any(feature = "k8s", test))]
+    pub(in crate::actor) fn close(&self) {
+        self.closing.send_replace(true);
     }
 
     /// Waits for `work`, which should bound itself by `limit`.
@@ -76,5 +109,27 @@ impl Drop for Background {
             // Nobody waits for what is left, and it may be one of its own threads that drops this.
             runtime.shutdown_background();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn closing_ends_what_waits_for_a_program_and_nothing_else() {
+        let background = Arc::new(Background::start().unwrap());
+        let waiting = Arc::clone(&background);
+        let waiting = std::thread::spawn(move || {
+            let hour = Duration::from_secs(3600);
+            waiting.run_while_open("waiting", hour, std::future::pending::<()>())
+        });
+        background.close();
+        let error = waiting.join().unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "waiting failed: the run ends");
+        let done = background.run("deleting", Duration::from_secs(60), std::future::ready(3));
+        assert_eq!(done.unwrap(), 3);
     }
 }

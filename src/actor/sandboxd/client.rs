@@ -270,7 +270,7 @@ impl SandboxdActor {
             Ok(answered)
         };
         let all = whole + 2 * patience + 2 * (limit + MAX_WAIT + SLACK);
-        let result = match self.background.run(activity, all, done) {
+        let result = match self.background.run_while_open(activity, all, done) {
             Ok(Ok(answered)) => Ok(answered),
             Ok(Err(fault)) => Err(failed(activity, &fault)),
             Err(error) => Err(error),

@@ -165,6 +165,10 @@ impl ActorBackend for SubstrateBackend {
         }
     }
 
+    fn shut_down(&self) {
+        self.cluster.background.close();
+    }
+
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         spec.check()?;
         let RootFs::Image(image) = &spec.root else {

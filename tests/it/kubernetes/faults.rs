@@ -348,3 +348,24 @@ fn the_actors_lifetime_is_its_end() {
     drop(actor);
     scene.close();
 }
+
+/// A run that is to end waits neither for a program nor for a sandbox.
+#[test]
+fn what_is_waited_for_ends_with_the_run() {
+    for scene in [kruise(), agent_sandbox()] {
+        let actor = scene.actor();
+        let before = scene.execs();
+        let error = std::thread::scope(|scope| {
+            let run = scope.spawn(|| actor.exec(&endless()));
+            scene.wait_for_exec(before);
+            scene.backend().shut_down();
+            run.join().unwrap().unwrap_err()
+        });
+        assert!(error.to_string().contains("the run ends"), "{error}");
+        assert!(!error.is_guests_doing());
+        let error = scene.backend().create(&spec()).unwrap_err();
+        assert!(error.to_string().contains("the run ends"), "{error}");
+        drop(actor);
+        scene.close();
+    }
+}
