@@ -134,10 +134,12 @@ pub(super) struct LimitArgs {
     /// Memory of the whole interpreter
     #[arg(long, value_name = "SIZE", default_value = "256MiB")]
     memory: ByteSize,
-    /// Fuel: units of work, about one WebAssembly operator each
+    /// Fuel: units of work, about one WebAssembly operator each [default: 20 billion for a program or a step, 50
+    /// billion for a submission]
     #[arg(long, value_name = "N")]
     fuel: Option<u64>,
-    /// Wall-clock time, such as `2s` or `500ms`
+    /// Wall-clock time, such as `2s` or `500ms` [default: 60s for a program, 30s for a step of `serve --env`,
+    /// 120s for a submission]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     timeout: Option<Duration>,
 }

@@ -8,6 +8,8 @@ use super::printer::Printer;
 pub(super) struct Failure {
     status: ExitStatus,
     error: anyhow::Error,
+    /// What to do next, where the error does not say it.
+    next: Option<String>,
 }
 
 pub(super) type Outcome = Result<ExitStatus, Failure>;
@@ -18,6 +20,7 @@ impl Failure {
         Self {
             status: ExitStatus::Usage,
             error: error.into(),
+            next: None,
         }
     }
 
@@ -31,7 +34,14 @@ impl Failure {
         Self {
             status: ExitStatus::Internal,
             error: error.into(),
+            next: None,
         }
+    }
+
+    /// Says what to do next.
+    pub(super) fn with_next(mut self, next: String) -> Self {
+        self.next = Some(next);
+        self
     }
 }
 
@@ -51,6 +61,9 @@ pub(super) fn report(failure: &Failure, printer: &Printer) -> ExitStatus {
     }
     for cause in causes {
         printer.cause(&cause.to_string());
+    }
+    if let Some(next) = &failure.next {
+        printer.notice(next);
     }
     failure.status
 }

@@ -324,12 +324,11 @@ impl Episode {
 
     /// Marks the episode as failed by us: it has no reward.
     pub fn fail(&mut self, error: &dyn std::error::Error) {
-        tracing::warn!(task = %self.trajectory.task_id, %error, "an episode failed");
+        let reason = with_causes(error);
+        tracing::warn!(task = %self.trajectory.task_id, error = %reason, "an episode failed");
         self.trajectory.reward = None;
         self.trajectory.passed = None;
-        self.trajectory.status = Status::Failed {
-            reason: with_causes(error),
-        };
+        self.trajectory.status = Status::Failed { reason };
     }
 
     /// Returns what happened.

@@ -1,6 +1,6 @@
 //! `wardian train`: GRPO on sandboxed Python tasks.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -17,6 +17,7 @@ use crate::collective::{Collective, Launch, Solo, TcpCollective, Timeouts};
 use crate::config::{RunConfig, TrainMode};
 use crate::report::write_report;
 use crate::run::{Change, Measured, RunError, RunEvent, Summary, TrainOptions, train};
+use crate::trainer::latest_checkpoint;
 
 /// Arguments of `wardian train`.
 #[derive(Debug, Args)]
@@ -172,7 +173,8 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
             }
             return Ok(ExitStatus::Stopped);
         }
-        summary => summary.map_err(Failure::from)?,
+        Err(error) => return Err(failure(error, &out, is_root)),
+        Ok(summary) => summary,
     };
     training.finish();
     if !is_root {
@@ -189,6 +191,21 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         printer.note(&describe(&summary, &took, &out.display().to_string()));
     }
     Ok(ExitStatus::Success)
+}
+
+/// Returns the failure of a run, and says how it goes on if it was no fault of what was asked for and there is a
+/// checkpoint to go on from.
+fn failure(error: RunError, out: &Path, is_root: bool) -> Failure {
+    // An anomaly says it by itself.
+    let is_sudden = !error.is_usage() && !matches!(error, RunError::Anomaly { .. });
+    let failure = Failure::from(error);
+    match latest_checkpoint(out) {
+        Ok(Some(_)) if is_sudden && is_root => failure.with_next(format!(
+            "`wardian train --resume {}` goes on from its last checkpoint",
+            out.display()
+        )),
+        _ => failure,
+    }
 }
 
 /// Joins the other processes of a launch.

@@ -20,6 +20,17 @@ pub enum EndpointError {
         #[source]
         source: ProxyError,
     },
+    /// The endpoint's models cannot be listed.
+    #[error(
+        "the endpoint `{url}` cannot be asked for its models: {reason}; check that it runs, and the address, \
+         which ends in `/v1`"
+    )]
+    Unlisted {
+        /// The endpoint.
+        url: String,
+        /// Why not.
+        reason: String,
+    },
     /// Nothing comes from the endpoint any more.
     #[error(
         "{failures} episodes in a row failed at the endpoint `{url}`: {reason}; once it is back, the same \
@@ -101,6 +112,7 @@ impl EndpointError {
         matches!(
             self,
             Self::Refused { .. }
+                | Self::Unlisted { .. }
                 | Self::Models { .. }
                 | Self::OtherResults { .. }
                 | Self::InUse { .. }

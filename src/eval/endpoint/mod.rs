@@ -66,11 +66,17 @@ pub fn only_model(upstream: UpstreamConfig) -> Result<String, EndpointError> {
     let url = shown(&upstream.url);
     let list = Upstream::new(upstream)?
         .list_models()
-        .map_err(|source| EndpointError::Refused {
-            url: url.clone(),
-            remedy: "its models cannot be listed; check the address, which ends in `/v1`, and the key, or name \
-                     the model",
-            source,
+        .map_err(|error| match error {
+            ProxyError::Upstream { message } => EndpointError::Unlisted {
+                url: url.clone(),
+                reason: message,
+            },
+            source => EndpointError::Refused {
+                url: url.clone(),
+                remedy: "its models cannot be listed; check the address, which ends in `/v1`, and the key, or name \
+                         the model",
+                source,
+            },
         })?;
     let models = list["data"].as_array().into_iter().flatten();
     let names: Vec<&str> = models.filter_map(|model| model["id"].as_str()).collect();
@@ -287,7 +293,10 @@ impl Keeper<'_> {
                     return Err(EndpointError::Down {
                         url: url(),
                         failures: self.failures,
-                        reason: error.to_string(),
+                        reason: match error {
+                            ProxyError::Upstream { message } => message,
+                            error => error.to_string(),
+                        },
                     });
                 }
                 Ok(true)

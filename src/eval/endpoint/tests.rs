@@ -808,6 +808,12 @@ fn the_only_model_needs_no_name() {
     assert!(error.contains("the models m, n; name one"), "{error}");
     let error = found(&models(&[])).unwrap_err().to_string();
     assert!(error.contains("no models"), "{error}");
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/v1", nobody.local_addr().unwrap());
+    drop(nobody);
+    let error = found(&url).unwrap_err().to_string();
+    assert!(error.contains("it cannot be reached"), "{error}");
+    assert!(!error.contains("upstream"), "{error}");
 }
 
 /// What the model does not say, and what it calls by no name, is its own failure and no fault of the endpoint.

@@ -78,7 +78,10 @@ pub enum TlsError {
         path: PathBuf,
     },
     /// It has no private key.
-    #[error("`{path}` holds no private key; one that a passphrase protects is not read")]
+    #[error(
+        "`{path}` holds no private key; name the key's file, too (`--tls-key` beside `--tls-cert`, `key` beside \
+         `certificate`); one that a passphrase protects is not read"
+    )]
     NoKey {
         /// The file.
         path: PathBuf,

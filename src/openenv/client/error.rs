@@ -134,8 +134,9 @@ pub enum Fault {
     },
     /// All sessions of the server are taken.
     #[error(
-        "it has no room for another session: {message}; raise its `max_concurrent_envs`, or let fewer \
-         episodes run at a time (`rollout.groups_per_step`; `--concurrency` with `--endpoint`)"
+        "it has no room for another session: {message}; raise its `max_concurrent_envs` (`--max-sessions` of \
+         `wardian serve`), or let fewer episodes run at a time (`rollout.groups_per_step`; `--concurrency` \
+         with `--endpoint`)"
     )]
     NoRoom {
         /// What it said.

@@ -432,6 +432,12 @@ fn failed(error: ureq::Error, config: &UpstreamConfig) -> ProxyError {
         ureq::Error::BodyExceedsLimit(limit) => {
             ProxyError::upstream(format!("its answer has more than {limit} bytes"))
         }
+        ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            ProxyError::upstream(format!("it cannot be reached: {error}"))
+        }
+        error @ (ureq::Error::HostNotFound | ureq::Error::ConnectionFailed) => {
+            ProxyError::upstream(format!("it cannot be reached: {error}"))
+        }
         error => ProxyError::upstream(error.to_string()),
     }
 }
