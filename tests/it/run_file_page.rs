@@ -14,6 +14,9 @@ defaults, the file goes before its preset, and `--set section.key=value` before 
 `--set` names goes before the file, too. `wardian train` leaves the resolved file in the run folder as
 `run.toml`, and `wardian train --config` reads it back.
 
+The name `starter` stands for what the binary carries: its model as `model.path` or `--model`, its tasks as
+`task.path` or `--tasks` of `wardian train`. Other commands take tasks from a file (`examples/starter/tasks`).
+
 The page is written from the documentation in `src/config/`.
 ";
 
