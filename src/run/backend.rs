@@ -132,7 +132,7 @@ mod cluster {
                 effect: toleration.effect.clone(),
             })
             .collect();
-        options.owner = own_pod();
+        options.owner = own_pod(config);
         options.request_timeout = config.request_timeout;
         options.ready_timeout = config.ready_timeout;
         Ok(Arc::new(KubernetesBackend::open(options)?))
@@ -185,8 +185,20 @@ mod cluster {
         Ok(Arc::new(SubstrateBackend::open(options)?))
     }
 
-    /// Returns the pod that this runs in, where it is told of it: what it made ends with it.
-    fn own_pod() -> Option<Owner> {
+    /// Where a pod is told its namespace.
+    const OWN_NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
+
+    /// Returns the pod that this runs in, where it is told of it and it is in the cluster and the namespace of the
+    /// actors: what it made ends with it. An owner elsewhere counts as gone, and all would be deleted at once.
+    fn own_pod(config: &KubernetesConfig) -> Option<Owner> {
+        let is_elsewhere = config.api_server.is_some()
+            || config.kubeconfig.is_some()
+            || std::env::var_os("KUBECONFIG").is_some();
+        let own = fs_err::read_to_string(OWN_NAMESPACE).ok()?;
+        let is_other = |namespace: &String| namespace != own.trim();
+        if is_elsewhere || config.namespace.as_ref().is_some_and(is_other) {
+            return None;
+        }
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         Some(Owner {
             api_version: "v1".to_owned(),

@@ -4,13 +4,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use super::cluster::Link;
 use super::exec::{self, End, Program, Ran, Streams};
 use super::fate::{Fate, fate};
 use super::mark::Mark;
 use super::run::pods;
 use super::script::{self, MAX_INLINE};
-use super::{Machine, Use};
+use super::{Machine, Pod, Use};
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorLimits, ActorOutput, ActorSnapshot, ActorSpec, Captured,
@@ -22,8 +24,6 @@ use crate::process;
 const TELLING: Duration = Duration::from_secs(10);
 /// What is left for killing processes and asking for a pod, besides a command's time and the requests'.
 const ENDING: Duration = Duration::from_secs(60);
-/// The exit code of what was killed, which may have been the kernel for all of the container's memory.
-const KILLED: i32 = 137;
 
 /// A sandbox in the cluster.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub(super) struct KubernetesActor {
     machine: Arc<Machine>,
     /// Its claim's name.
     claim: String,
-    pod: String,
+    pod: Pod,
     spec: ActorSpec,
     /// While it is held its pool is kept.
     _pool: Use,
@@ -52,7 +52,7 @@ impl KubernetesActor {
     pub(super) fn new(
         machine: Arc<Machine>,
         claim: String,
-        pod: String,
+        pod: Pod,
         spec: ActorSpec,
         pool: Use,
     ) -> Self {
@@ -103,7 +103,7 @@ impl KubernetesActor {
 
     fn lost(&self, reason: String) -> ActorError {
         ActorError::Lost {
-            id: self.pod.clone(),
+            id: self.pod.name.clone(),
             reason,
         }
     }
@@ -145,7 +145,7 @@ impl Shell for KubernetesActor {
             let most = time + 3 * link.limit + ENDING;
             let cluster = &self.machine.cluster;
             cluster.wait_while_open("running a program", most, async move {
-                let ran = start(&link, &pod, &script, program, time, &streams).await;
+                let ran = start(&link, &pod.name, &script, program, time, &streams).await;
                 let fate = tell(&link, &pod, &ran, &limits, lived).await?;
                 Ok((ran, fate))
             })
@@ -168,6 +168,15 @@ impl Shell for KubernetesActor {
         if let Ok(ran) = &ran
             && ran.timed_out
         {
+            let ours = match &fate {
+                Fate::Ours(reason) => Some(reason.clone()),
+                _ if ran.is_unheard => Some("its processes could not be told to end".to_owned()),
+                _ => None,
+            };
+            if let Some(reason) = ours {
+                self.end(&mut ended, Ended::Ours(reason.clone()));
+                return Err(self.lost(reason));
+            }
             if ran.is_loose {
                 let why = Ending::Killed {
                     reason: "its processes did not end when they were killed".to_owned(),
@@ -234,23 +243,27 @@ async fn start(
 /// Returns what became of the pod, where how the program ended leaves that open.
 async fn tell(
     link: &Link,
-    pod: &str,
+    pod: &Pod,
     ran: &Result<Ran, ActorError>,
     limits: &ActorLimits,
     lived: Duration,
 ) -> Result<Fate, ActorError> {
     let patience = match ran {
-        Ok(ran) if ran.timed_out => return Ok(Fate::Runs),
         Ok(ran) => match &ran.end {
-            End::Exited(KILLED) | End::Refused(_) => Duration::ZERO,
-            End::Exited(_) => return Ok(Fate::Runs),
+            End::Exited(_) | End::Refused(_) => Duration::ZERO,
+            End::Cut(_) if ran.timed_out => Duration::ZERO,
             End::Cut(_) => TELLING,
         },
         Err(_) => Duration::ZERO,
     };
     let until = Instant::now() + patience;
     loop {
-        let found = link.get(&pods(), pod).await?;
+        let found = link.get(&pods(), &pod.name).await?;
+        // Controllers make another pod of the name, in which nothing is as it was.
+        let is_other = |found: &Value| found["metadata"]["uid"] != pod.uid.as_str();
+        if found.as_ref().is_some_and(is_other) {
+            return Ok(Fate::Ours("its pod was replaced by another".to_owned()));
+        }
         let fate = fate(found.as_ref(), limits, lived);
         if fate != Fate::Runs || Instant::now() >= until {
             return Ok(fate);
@@ -261,7 +274,7 @@ async fn tell(
 
 impl Actor for KubernetesActor {
     fn id(&self) -> &str {
-        &self.pod
+        &self.pod.name
     }
 
     fn spec(&self) -> &ActorSpec {
@@ -288,7 +301,7 @@ impl Actor for KubernetesActor {
     }
 
     fn logs(&self) -> String {
-        self.machine.describe(&self.pod)
+        self.machine.describe(&self.pod.name)
     }
 
     fn destroy(self: Box<Self>) -> Result<(), ActorError> {

@@ -86,6 +86,8 @@ pub(super) struct Ran {
     pub(super) timed_out: bool,
     /// Whether it may still be running.
     pub(super) is_loose: bool,
+    /// Whether it could not be told to end, by no fault of what runs in the pod.
+    pub(super) is_unheard: bool,
 }
 
 /// What is run in a pod.
@@ -118,6 +120,7 @@ pub(super) async fn run(
                 end,
                 timed_out: false,
                 is_loose: true,
+                is_unheard: false,
             });
         }
     };
@@ -125,6 +128,7 @@ pub(super) async fn run(
     if let Ok(end) = timeout(time, &mut carried).await {
         return Ok(Ran {
             is_loose: matches!(end, End::Cut(_)),
+            is_unheard: false,
             end,
             timed_out: false,
         });
@@ -136,11 +140,17 @@ pub(super) async fn run(
     Ok(Ran {
         end: end.unwrap_or_else(|_| End::Cut("it did not end when it was killed".to_owned())),
         timed_out: true,
-        is_loose: !(has_ended && matches!(killed, Ok(Ok(())))),
+        is_loose: !(has_ended && matches!(killed, Ok(Ok(true)))),
+        is_unheard: matches!(killed, Ok(Err(_))),
     })
 }
 
-async fn kill_all(link: &Link, pod: &str) -> Result<(), ActorError> {
+/// Returns whether the processes of a pod were killed.
+///
+/// # Errors
+///
+/// Fails where that could not be asked for.
+async fn kill_all(link: &Link, pod: &str) -> Result<bool, ActorError> {
     let program = Program {
         argv: ["/bin/sh", "-c", KILL_ALL].map(str::to_owned).to_vec(),
         stdin: Vec::new(),
@@ -150,13 +160,7 @@ async fn kill_all(link: &Link, pod: &str) -> Result<(), ActorError> {
         Ok(connection) => carry(connection, program, &Streams::new(1 << 10)).await,
         Err(end) => end,
     };
-    match end {
-        End::Exited(0) => Ok(()),
-        other => Err(ActorError::Backend {
-            activity: "killing processes".to_owned(),
-            message: format!("{other:?}"),
-        }),
-    }
+    Ok(end == End::Exited(0))
 }
 
 /// Starts a program. It is started once at most: a request that may have arrived is not repeated, and is

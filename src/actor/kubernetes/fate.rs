@@ -44,7 +44,11 @@ pub(super) fn fate(pod: Option<&Value>, limits: &ActorLimits, lived: Duration) -
         let reason = condition["reason"].as_str().unwrap_or("no reason");
         return Fate::Ours(format!("its pod was disrupted: {reason}"));
     }
+    let is_deleted = text("/metadata/deletionTimestamp").is_some();
     if let Some(ended) = terminated(pod) {
+        if is_deleted && ended["reason"] != "OOMKilled" {
+            return Fate::Ours("its pod is being deleted".to_owned());
+        }
         let code = ended["exitCode"].as_i64().unwrap_or(-1);
         return match ended["reason"].as_str() {
             Some("OOMKilled") => Fate::Guests(Ending::OutOfMemory {
@@ -52,7 +56,10 @@ pub(super) fn fate(pod: Option<&Value>, limits: &ActorLimits, lived: Duration) -
                 // The kernel does not say; it kills at the limit.
                 used: limits.memory,
             }),
-            Some("ContainerStatusUnknown") => Fate::Ours("its node was lost".to_owned()),
+            // The second is what containerd says of containers whose state it has lost.
+            Some("ContainerStatusUnknown" | "Unknown") => {
+                Fate::Ours("its node was lost".to_owned())
+            }
             reason => Fate::Guests(Ending::Killed {
                 reason: format!(
                     "its first process ended with {code} ({})",
@@ -61,7 +68,7 @@ pub(super) fn fate(pod: Option<&Value>, limits: &ActorLimits, lived: Duration) -
             }),
         };
     }
-    if text("/metadata/deletionTimestamp").is_some() {
+    if is_deleted {
         return Fate::Ours("its pod is being deleted".to_owned());
     }
     match text("/status/phase") {
@@ -113,6 +120,11 @@ mod tests {
         json!({ "status": { "phase": "Failed", "containerStatuses": [{ "name": "main", "state": state }] } })
     }
 
+    fn deleted(mut pod: Value) -> Value {
+        pod["metadata"] = json!({ "deletionTimestamp": "2026-11-30T00:00:00Z" });
+        pod
+    }
+
     fn with_status(status: &Value) -> Value {
         json!({ "status": status })
     }
@@ -127,6 +139,10 @@ mod tests {
                 used: limits.memory
             })
         );
+        assert!(matches!(
+            of(&deleted(container("OOMKilled", 137))),
+            Fate::Guests(Ending::OutOfMemory { .. })
+        ));
         assert!(matches!(
             of(&container("Error", 1)),
             Fate::Guests(Ending::Killed { .. })
@@ -166,6 +182,8 @@ mod tests {
                 &json!({ "conditions": [{ "type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler" }] }),
             ),
             container("ContainerStatusUnknown", 137),
+            container("Unknown", 255),
+            deleted(container("Error", 137)),
             json!({ "metadata": { "deletionTimestamp": "2026-11-30T00:00:00Z" }, "status": { "phase": "Running" } }),
             with_status(&json!({ "phase": "Unknown" })),
         ];

@@ -77,6 +77,13 @@ struct Made {
     last: u64,
 }
 
+/// A pod, and no other that takes its name later.
+#[derive(Debug, Clone)]
+struct Pod {
+    name: String,
+    uid: String,
+}
+
 /// What the actors of a backend share.
 #[derive(Debug)]
 struct Machine {
@@ -90,6 +97,8 @@ struct Machine {
     options: KubernetesOptions,
     /// Pools by the digests of their templates.
     pools: Mutex<BTreeMap<String, Made>>,
+    /// Pools so far.
+    pools_made: AtomicU64,
     /// Sandboxes so far.
     count: AtomicU64,
 }
@@ -136,6 +145,7 @@ impl KubernetesBackend {
             images: options.builds.clone().map(Images::new),
             options,
             pools: Mutex::default(),
+            pools_made: AtomicU64::new(0),
             count: AtomicU64::new(0),
         };
         let run = machine.run.clone();
@@ -312,7 +322,9 @@ impl Machine {
                 self.discard(made.name);
             }
         }
-        let name = self.run.name(&digest);
+        // A new name each time: one that was discarded may not have been deleted yet.
+        let number = self.pools_made.fetch_add(1, Ordering::Relaxed);
+        let name = self.run.name(&format!("{digest}-{number}"));
         let pool = Pool {
             name: name.clone(),
             task: run::task_label(image),
@@ -334,8 +346,8 @@ impl Machine {
         Ok((name, used))
     }
 
-    /// Returns the name of a pod that runs, is kept from the network and is run as was asked.
-    fn claim(&self, wish: Wish) -> Result<String, ActorError> {
+    /// Returns a pod that runs, is kept from the network and is run as was asked.
+    fn claim(&self, wish: Wish) -> Result<Pod, ActorError> {
         let (run, sandboxes) = (self.run.clone(), self.sandboxes.clone());
         let class = self.options.runtime_class.clone();
         let link = self.link().clone();
@@ -348,8 +360,12 @@ impl Machine {
             let found = found.unwrap_or_default();
             let label = found["metadata"]["labels"][INSTANCE].as_str();
             let has_class = found["spec"]["runtimeClassName"].as_str() == class.as_deref();
+            let uid = found["metadata"]["uid"].as_str().unwrap_or_default();
             match label == Some(run.instance.as_str()) && has_class {
-                true => Ok(pod),
+                true => Ok(Pod {
+                    uid: uid.to_owned(),
+                    name: pod,
+                }),
                 false => Err(ActorError::Backend {
                     activity: "claiming a sandbox".to_owned(),
                     message: format!(

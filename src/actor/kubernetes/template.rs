@@ -89,7 +89,7 @@ pub(super) fn pod(
         pod["initContainers"] = json!([{
             "name": "fill",
             "image": image,
-            "command": arguments,
+            "command": arguments.iter().map(|word| escape(word)).collect::<Vec<_>>(),
             "workingDir": "/",
             "volumeMounts": filled,
             "resources": resources,
@@ -167,9 +167,10 @@ fn environment(spec: &ActorSpec, user: User) -> Value {
     listed.collect()
 }
 
-/// Returns the text as a variable's value, in which `$(NAME)` stands for another variable.
+/// Returns the text as the value of a variable or an argument, in which `$(NAME)` stands for a variable and `$$`
+/// for `$`.
 fn escape(value: &str) -> String {
-    value.replace("$(", "$$(")
+    value.replace('$', "$$")
 }
 
 fn toleration(toleration: &super::options::Toleration) -> Value {
@@ -195,7 +196,7 @@ mod tests {
 
     fn template(options: &KubernetesOptions) -> Value {
         let spec = ActorSpec {
-            env: [("A".to_owned(), "$(B)".to_owned())].into(),
+            env: [("A".to_owned(), "$(B)$$".to_owned())].into(),
             writable: vec!["/testbed".into()],
             ..ActorSpec::new(RootFs::Image("registry.example.org/a:1".to_owned()))
         };
@@ -245,7 +246,7 @@ mod tests {
         assert!(
             env.as_array()
                 .unwrap()
-                .contains(&json!({ "name": "A", "value": "$$(B)" }))
+                .contains(&json!({ "name": "A", "value": "$$(B)$$$$" }))
         );
         assert!(!env.to_string().contains("PATH"), "it is the image's");
     }

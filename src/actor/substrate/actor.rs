@@ -15,7 +15,13 @@ use crate::actor::{
 use crate::process;
 
 /// What is said of an actor that held too much memory.
-const OUT_OF_MEMORY: &[&str] = &["oom", "out of memory", "memory limit"];
+const OUT_OF_MEMORY: &[&str] = &[
+    "oomkill",
+    "oom-kill",
+    "oom kill",
+    "out of memory",
+    "memory limit",
+];
 
 /// An actor of a cluster.
 #[derive(Debug)]
@@ -192,7 +198,9 @@ impl Drop for Machine {
 
 fn is_out_of_memory(why: &str) -> bool {
     let why = why.to_ascii_lowercase();
-    OUT_OF_MEMORY.iter().any(|mark| why.contains(mark))
+    // Not within other words: a cluster may have no room.
+    let mut words = why.split(|letter: char| !letter.is_ascii_alphanumeric());
+    words.any(|word| word == "oom") || OUT_OF_MEMORY.iter().any(|mark| why.contains(mark))
 }
 
 impl Actor for SubstrateActor {

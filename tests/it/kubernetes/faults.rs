@@ -369,3 +369,20 @@ fn what_is_waited_for_ends_with_the_run() {
         scene.close();
     }
 }
+
+/// Controllers make another pod of the same name where one is gone; it has nothing of what was done in the first.
+#[test]
+fn a_pod_that_was_replaced_is_no_longer_the_actor() {
+    let scene = agent_sandbox();
+    let actor = scene.actor();
+    assert_eq!(text(&*actor, "echo here"), "here");
+    let other = "00000000-0000-4000-8000-000000000000";
+    (scene.cluster.store()).update(&POD, actor.id(), |pod| {
+        pod["metadata"]["uid"] = other.into()
+    });
+    let error = actor.exec(&ActorCommand::new(["true"])).unwrap_err();
+    assert!(error.to_string().contains("replaced"), "{error}");
+    assert!(!error.is_guests_doing());
+    drop(actor);
+    scene.close();
+}

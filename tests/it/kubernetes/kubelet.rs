@@ -201,7 +201,7 @@ impl Kubelet {
         let (filled, mounted) = (mounts(fill), mounts(main));
         let mut env = BTreeMap::from([("PATH".to_owned(), PATH.to_owned())]);
         for variable in main["env"].as_array().unwrap() {
-            let value = variable["value"].as_str().unwrap().replace("$$(", "$(");
+            let value = variable["value"].as_str().unwrap().replace("$$", "$");
             env.insert(variable["name"].as_str().unwrap().to_owned(), value);
         }
         let bytes = |name: &str| {
@@ -229,7 +229,9 @@ impl Kubelet {
             })
             .unwrap();
         if let Some(argv) = fill["command"].as_array() {
-            let argv = argv.iter().map(|word| word.as_str().unwrap());
+            let argv = argv
+                .iter()
+                .map(|word| word.as_str().unwrap().replace("$$", "$"));
             let command = ActorCommand {
                 cwd: Some("/".into()),
                 ..ActorCommand::new(argv)
