@@ -87,7 +87,7 @@ pub struct GradingOutput {
     pub elapsed: Duration,
 }
 
-/// A sandbox that failed: nobody's fault but ours.
+/// A sandbox that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("the sandbox could not {what}")]
 pub struct GradingFault {
@@ -96,6 +96,8 @@ pub struct GradingFault {
     /// What it said.
     #[source]
     pub source: Box<dyn std::error::Error + Send + Sync>,
+    /// Whether what ran in it brought that about; all else is ours.
+    pub is_guests_doing: bool,
 }
 
 /// A sandbox with a shell, for one grading.

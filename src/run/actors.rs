@@ -234,6 +234,12 @@ fn check_combination(config: &RunConfig) -> Result<(), ConfigError> {
         "leave it out: these tasks need actors, which cannot be brought back to where an episode waited",
     );
     require(
+        rollout.deadline.is_none(),
+        "rollout.deadline",
+        format!("{:?}", rollout.deadline.unwrap_or_default()),
+        "leave it out, and give `actor.command_timeout`: a policy could leave its bad episodes out by waiting",
+    );
+    require(
         config.trainer.reward_aggregation == RewardAggregation::Sum,
         "trainer.reward_aggregation",
         "gdpo".to_owned(),

@@ -122,7 +122,7 @@ static void make(char *path, long uid, long gid) {
  * everything; `mend.c` leaves it out for them. Returns the variables, with it where it is needed. */
 static char **mended(char **variables) {
     static char *more[4096];
-    static char mend[] = "LD_PRELOAD=/run/wardian/mend.so";
+    static char mend[] = "LD_PRELOAD=/.wardian/mend.so";
     char found[256];
     if (call(SYS_statx, -100 /* AT_FDCWD */, (long)"/", 0x800 /* AT_NO_AUTOMOUNT */, 0x7ff, (long)found) !=
         -EINVAL)

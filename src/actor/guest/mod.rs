@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use fs_err as fs;
 
-/// Where they are in an actor.
-pub(super) const GUEST_FOLDER: &str = "/run/wardian";
+/// Where they are in an actor: directly below the root, since a guest may rename the folder above where something
+/// is mounted, and then no command could be started any more.
+pub(super) const GUEST_FOLDER: &str = "/.wardian";
 /// The one that everything starts with.
-pub(super) const HELPER: &str = "/run/wardian/helper";
+pub(super) const HELPER: &str = "/.wardian/helper";
 
 const HELPER_PROGRAM: &[u8] = include_bytes!("helper-x86_64");
 const MEND_LIBRARY: &[u8] = include_bytes!("mend-x86_64.so");

@@ -19,10 +19,21 @@ pub(super) struct Control {
     pub(super) seconds: f64,
 }
 
-/// What controls have found, by task: each is run once, when it is first needed.
+/// How often a control is run that does not do what it should: one bad moment of this machine must not excuse
+/// whatever comes later.
+const TRIES: u32 = 3;
+
+/// What the controls of a task have found so far.
+#[derive(Debug, Default)]
+struct Known {
+    control: Option<Control>,
+    tries: u32,
+}
+
+/// What controls have found, by task: each is run when it is first needed, once where it is sound.
 #[derive(Debug, Default)]
 pub struct Controls {
-    known: Mutex<HashMap<String, Arc<Mutex<Option<Control>>>>>,
+    known: Mutex<HashMap<String, Arc<Mutex<Known>>>>,
 }
 
 impl Controls {
@@ -37,10 +48,13 @@ impl Controls {
             Arc::clone(known.entry(task.to_owned()).or_default())
         };
         let mut found = of_task.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = *found {
-            return Ok(found);
+        if let Some(control) = found.control
+            && (control.is_sound || found.tries >= TRIES)
+        {
+            return Ok(control);
         }
         let control = run()?;
+        found.tries += 1;
         if !control.is_sound {
             tracing::warn!(
                 task,
@@ -48,7 +62,7 @@ impl Controls {
                  reward"
             );
         }
-        *found = Some(control);
+        found.control = Some(control);
         Ok(control)
     }
 }
@@ -73,5 +87,17 @@ mod tests {
         assert_eq!(controls.of("a", || Ok(control)).unwrap(), control);
         let again = controls.of("a", || unreachable!("it is known"));
         assert_eq!(again.unwrap(), control);
+        // One that breaks down has further tries.
+        let broken = Control {
+            is_sound: false,
+            ..control
+        };
+        for _ in 0..TRIES {
+            assert_eq!(controls.of("b", || Ok(broken)).unwrap(), broken);
+        }
+        let given_up = controls.of("b", || unreachable!("it was tried enough"));
+        assert_eq!(given_up.unwrap(), broken);
+        controls.of("c", || Ok(broken)).unwrap();
+        assert_eq!(controls.of("c", || Ok(control)).unwrap(), control);
     }
 }

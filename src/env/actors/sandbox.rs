@@ -30,6 +30,7 @@ impl<'a> ActorSandbox<'a> {
 fn fault(what: &'static str) -> impl Fn(ActorError) -> GradingFault {
     move |source| GradingFault {
         what,
+        is_guests_doing: source.is_guests_doing(),
         source: Box::new(source),
     }
 }

@@ -30,7 +30,7 @@ impl Trial {
 
     /// Takes the part as one that earned nothing: there is no actor any more that it could be judged in.
     pub(super) fn lose(mut self, task: &HarborTask, why: &str) -> Verdict {
-        self.earned.push(nothing());
+        self.forgo(task);
         let verdict = self.verdict(task);
         match verdict.reward {
             Some(reward) => {
@@ -62,6 +62,12 @@ impl Trial {
         let (rewards, actor) = match judge_part(start.place(), task, part, &*actor) {
             Ok(HarborJudgement { verification, .. }) => match verification.rewards {
                 Ok(rewards) => (rewards, Some(actor)),
+                Err(_) if verification.is_our_fault => {
+                    return Err(ActorError::Backend {
+                        activity: format!("judging `{}`", task.name),
+                        message: verification.output,
+                    });
+                }
                 Err(fault) => {
                     let ended = verification.ended;
                     actor.destroy()?;
@@ -82,22 +88,30 @@ impl Trial {
         };
         let goes_on = (part.step.as_ref()).is_none_or(|step| step.goes_on(Ok(&rewards)));
         self.earned.push(rewards);
-        // Without the actor there is nothing to go on with.
         let has_next = number + 1 < task.parts.len();
-        match actor {
-            Some(actor) if goes_on && has_next && !is_cut_off => {
-                match begin_part(&*actor, task, number + 1) {
-                    Ok(()) => Ok((Judged::GoesOn, Some(actor))),
-                    // What the policy left is in the way.
-                    Err(error) if error.is_guests_doing() => {
-                        self.earned.push(nothing());
-                        Ok((Judged::Over(self.verdict(task)), None))
-                    }
-                    Err(error) => Err(error),
-                }
-            }
-            actor => Ok((Judged::Over(self.verdict(task)), actor)),
+        if !goes_on || !has_next {
+            return Ok((Judged::Over(self.verdict(task)), actor));
         }
+        let actor = match actor {
+            Some(actor) if !is_cut_off => match begin_part(&*actor, task, number + 1) {
+                Ok(()) => return Ok((Judged::GoesOn, Some(actor))),
+                // What the policy left is in the way.
+                Err(error) if error.is_guests_doing() => None,
+                Err(error) => return Err(error),
+            },
+            // Without the actor there is nothing to go on with.
+            actor => actor,
+        };
+        self.forgo(task);
+        Ok((Judged::Over(self.verdict(task)), actor))
+    }
+
+    /// Counts what the policy did not come to as parts that earned nothing: else it would be better off to stop
+    /// before a part that it cannot do.
+    fn forgo(&mut self, task: &HarborTask) {
+        let left = task.parts.len().saturating_sub(self.earned.len());
+        self.earned
+            .extend(std::iter::repeat_with(nothing).take(left));
     }
 
     fn verdict(&self, task: &HarborTask) -> Verdict {

@@ -86,6 +86,8 @@ pub struct Verification {
     pub rewards: Result<Rewards, RewardFault>,
     /// Harbor's name of what ended it, where that was not itself.
     pub ended: Option<&'static str>,
+    /// Whether the sandbox failed, and not by what was done in it.
+    pub is_our_fault: bool,
     /// What it printed, or why it did not run.
     pub output: String,
 }
@@ -97,17 +99,24 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
     let without = |ended, output: String| Verification {
         rewards: Err(RewardFault::Missing),
         ended: Some(ended),
+        is_our_fault: false,
         output,
     };
-    if let Err(why) = bring_tests(sandbox, job) {
-        return without("AddTestsDirError", why);
+    let failed = |ended, fault: &GradingFault| Verification {
+        is_our_fault: !fault.is_guests_doing,
+        ..without(ended, told(fault))
+    };
+    match bring_tests(sandbox, job) {
+        Ok(None) => {}
+        Ok(Some(why)) => return without("AddTestsDirError", why),
+        Err(fault) => return failed("AddTestsDirError", &fault),
     }
     let mut command = GradingCommand::sh(RUN, &job.script, job.timeout);
     command.workdir.clone_from(&job.workdir);
     command.env.clone_from(&job.env);
     let output = match sandbox.exec(&command) {
         Ok(output) => output,
-        Err(fault) => return without("RuntimeRequestError", told(&fault)),
+        Err(fault) => return failed("RuntimeRequestError", &fault),
     };
     match output.end {
         GradingEnd::Exited(_) => {}
@@ -120,26 +129,30 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
         Ok((json, text)) => Verification {
             rewards: Rewards::read(json.as_deref(), text.as_deref()),
             ended: None,
+            is_our_fault: false,
             output: output.stdout,
         },
-        Err(fault) => without("DownloadVerifierDirError", told(&fault)),
+        Err(fault) => failed("DownloadVerifierDirError", &fault),
     }
 }
 
-fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<(), String> {
+/// Brings the tests to a clean place; returns why that cannot be made, where it is the sandbox's own programs that
+/// say so.
+fn bring_tests(
+    sandbox: &dyn GradingSandbox,
+    job: &VerifyJob,
+) -> Result<Option<String>, GradingFault> {
     // Those of the image stay.
     let tests = if job.tests.is_empty() { "" } else { "/tests" };
-    let cleaned = sandbox
-        .exec(&GradingCommand::sh(CLEAN, tests, STEP_TIMEOUT))
-        .map_err(|fault| told(&fault))?;
+    let cleaned = sandbox.exec(&GradingCommand::sh(CLEAN, tests, STEP_TIMEOUT))?;
     let GradingOutput { end, stderr, .. } = cleaned;
     if end != GradingEnd::Exited(0) {
-        return Err(format!("the sandbox could not be cleaned: {stderr}"));
+        return Ok(Some(format!("the sandbox could not be cleaned: {stderr}")));
     }
-    if job.tests.is_empty() {
-        return Ok(());
+    if !job.tests.is_empty() {
+        sandbox.put_all("/tests", &job.tests)?;
     }
-    (sandbox.put_all("/tests", &job.tests)).map_err(|fault| told(&fault))
+    Ok(None)
 }
 
 fn told(fault: &GradingFault) -> String {

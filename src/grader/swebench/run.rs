@@ -184,26 +184,24 @@ fn apply(
         return Ok(PatchOutcome::Empty);
     }
     sandbox.put(PATCH_PATH, kept.as_bytes())?;
-    let run = |argv: Vec<String>| {
+    let exec = |argv: Vec<String>| {
         let output = sandbox.exec(&GradingCommand::new(argv, STEP_TIMEOUT).within(job.workdir))?;
         match output.end {
-            // A command that could not be run at all says nothing about the patch.
-            GradingEnd::Exited(126 | 127) => Err(Trouble::Fault(not_run(&output))),
             GradingEnd::Exited(_) => Ok(output),
             _ => Err(Trouble::Broken(told(&not_run(&output)))),
         }
     };
     let head = ["git", "rev-parse", "--quiet", "--verify", "HEAD"].map(str::to_owned);
-    let repository = run(head.to_vec())?;
+    let repository = exec(head.to_vec())?;
     if repository.end != GradingEnd::Exited(0) {
         return Err(Trouble::Fault(not_run(&repository)));
     }
     let mut complaint = String::new();
     for attempt in apply_attempts() {
         for command in attempt.clean {
-            run(command)?;
+            exec(command)?;
         }
-        let output = run(attempt.apply)?;
+        let output = exec(attempt.apply)?;
         if output.end == GradingEnd::Exited(0) {
             return Ok(PatchOutcome::Applied);
         }
@@ -211,7 +209,7 @@ fn apply(
             complaint = quoted(&output); // the strictest way says best what is wrong
         }
     }
-    if run(reverse_check())?.end == GradingEnd::Exited(0) {
+    if exec(reverse_check())?.end == GradingEnd::Exited(0) {
         return Ok(PatchOutcome::Applied);
     }
     Ok(PatchOutcome::Refused(format!(
@@ -223,6 +221,7 @@ fn not_run(output: &GradingOutput) -> GradingFault {
     GradingFault {
         what: "applying a patch",
         source: format!("{:?}: {}", output.end, quoted(output)).into(),
+        is_guests_doing: false,
     }
 }
 

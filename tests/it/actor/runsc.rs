@@ -75,7 +75,7 @@ fn the_hosts_files_are_out_of_reach() {
     );
     assert_eq!(output, "x", "the write reached the overlay");
     assert!(!Path::new("/usr/bin").join(&name).exists());
-    let output = sh(&*actor, "echo x > /run/wardian/helper");
+    let output = sh(&*actor, "echo x > /.wardian/helper");
     assert!(output.stderr.text().contains("Read-only"), "{output:?}");
     // Nor by rights that root has elsewhere.
     let mount = sh(&*actor, "mkdir -p m; mount -t tmpfs none m");
@@ -345,7 +345,7 @@ fn processes_and_their_memory_are_in_a_snapshot() {
 fn a_root_folder_is_shared_and_stays_as_it_is() {
     let scene = runsc();
     let root = tempfile::tempdir().unwrap();
-    let script = "mkdir -p usr/bin usr/lib etc tmp proc dev run/wardian && ln -s usr/bin bin && cp -L /bin/sh /bin/cat /bin/tar /bin/ls usr/bin/ && \
+    let script = "mkdir -p usr/bin usr/lib etc tmp proc dev && ln -s usr/bin bin && cp -L /bin/sh /bin/cat /bin/tar /bin/ls usr/bin/ && \
         for b in sh cat tar ls; do ldd usr/bin/$b | grep -o '/[^ )]*' ; done | sort -u | while read l; do mkdir -p ./$(dirname $l); cp -L $l ./$l; done; \
         echo mine > etc/mark";
     let made = Command::new("sh")
@@ -496,6 +496,37 @@ fn no_stream_of_the_host_is_open_to_guests() {
     let forged = sh(&*actor, "echo forged > /proc/1/fd/2");
     assert!(!forged.is_success(), "{forged:?}");
     assert!(!actor.logs().contains("forged"));
+    drop(actor);
+    scene.close();
+}
+
+/// Without our own program in it no command can be started, and that would be our fault.
+#[test]
+fn our_program_cannot_be_taken_away() {
+    let scene = runsc();
+    let actor = scene.actor();
+    for script in [
+        "mv /.wardian /tmp/taken",
+        "mv /.wardian /.other",
+        "rm -rf /.wardian",
+        "mv /.wardian/helper /tmp/",
+        "ln -sfn /tmp /.wardian/helper",
+        "mv /run /tmp/run; mv /usr /tmp/usr; true",
+    ] {
+        let tried = sh(&*actor, script);
+        assert!(
+            script.ends_with("true") || !tried.is_success(),
+            "{script}: {tried:?}"
+        );
+        let next = actor.exec(&ActorCommand::new([
+            "/.wardian/helper",
+            "make",
+            "0",
+            "0",
+            "/tmp/made",
+        ]));
+        assert!(next.unwrap().is_success(), "{script}");
+    }
     drop(actor);
     scene.close();
 }

@@ -443,6 +443,7 @@ fn what_cannot_work_is_refused_with_its_key() {
     let run = folder.path().join("run");
     for (set, expected) in [
         ("rollout.max_step_tokens=8", "`rollout.max_step_tokens`"),
+        ("rollout.deadline=1m", "`rollout.deadline`"),
         (
             "trainer.reward_aggregation=gdpo",
             "`trainer.reward_aggregation`",

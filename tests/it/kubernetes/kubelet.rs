@@ -69,7 +69,7 @@ impl Kubelet {
     /// Returns the program that runs another one in a pod's sandbox.
     pub(super) fn program(&self, pod: &str, argv: &[String]) -> Option<Command> {
         let running = self.running.lock().unwrap().get(pod)?.clone()?;
-        let mut all = ["/run/wardian/helper", "exec", "/"]
+        let mut all = ["/.wardian/helper", "exec", "/"]
             .map(str::to_owned)
             .to_vec();
         all.extend(argv.iter().cloned());

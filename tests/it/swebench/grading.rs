@@ -39,6 +39,7 @@ impl GradingSandbox for Folder {
             .map_err(|source| GradingFault {
                 what: "run a command",
                 source: Box::new(source),
+                is_guests_doing: false,
             })?;
         Ok(GradingOutput {
             end: GradingEnd::Exited(output.status.code().unwrap_or(137)),
@@ -52,6 +53,7 @@ impl GradingSandbox for Folder {
         fs_err::write(self.inside(path), content).map_err(|source| GradingFault {
             what: "write a file",
             source: Box::new(source),
+            is_guests_doing: false,
         })
     }
 
