@@ -378,7 +378,7 @@ fn a_pod_that_was_replaced_is_no_longer_the_actor() {
     assert_eq!(text(&*actor, "echo here"), "here");
     let other = "00000000-0000-4000-8000-000000000000";
     (scene.cluster.store()).update(&POD, actor.id(), |pod| {
-        pod["metadata"]["uid"] = other.into()
+        pod["metadata"]["uid"] = other.into();
     });
     let error = actor.exec(&ActorCommand::new(["true"])).unwrap_err();
     assert!(error.to_string().contains("replaced"), "{error}");
