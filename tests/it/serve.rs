@@ -61,7 +61,7 @@ impl Server {
         let timeout = Some(Duration::from_secs(60));
         stream.set_read_timeout(timeout).expect("a timeout is set");
         let request = format!(
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
             body.len()
         );
         stream.write_all(request.as_bytes()).expect("it reads");
