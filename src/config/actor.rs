@@ -12,7 +12,7 @@ use super::validate::Issues;
 use super::{RunConfig, units};
 
 /// The longest command that a run file may allow.
-pub(super) const MAX_TIMEOUT: Duration = Duration::from_hours(2);
+const MAX_TIMEOUT: Duration = Duration::from_hours(2);
 /// More rollouts than any machine has memory for the actors of.
 const MAX_ACTORS: usize = 4096;
 
@@ -177,12 +177,7 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         ("command_timeout", actor.command_timeout),
         ("test_timeout", actor.test_timeout),
     ] {
-        issues.require(
-            (Duration::from_secs(1)..=MAX_TIMEOUT).contains(&time),
-            key(name),
-            format!("{time:?}"),
-            "make it from 1s to 2h",
-        );
+        require_time(issues, key(name), time);
     }
     for (name, bonus) in [
         ("bonus.smaller_patch", actor.bonus.smaller_patch),
@@ -195,6 +190,16 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
             "make it at least 0",
         );
     }
+}
+
+/// Checks a time that something of an actor may take.
+pub(super) fn require_time(issues: &mut Issues, key: String, time: Duration) {
+    issues.require(
+        (Duration::from_secs(1)..=MAX_TIMEOUT).contains(&time),
+        key,
+        format!("{time:?}"),
+        "make it from 1s to 2h",
+    );
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::actor::MAX_TIMEOUT;
+use super::actor::require_time;
 use super::units;
 use super::validate::Issues;
 use crate::address::shown;
@@ -116,12 +116,7 @@ pub(super) fn validate(kubernetes: &KubernetesConfig, issues: &mut Issues) {
         ("request_timeout", kubernetes.request_timeout),
         ("ready_timeout", kubernetes.ready_timeout),
     ] {
-        issues.require(
-            (Duration::from_secs(1)..=MAX_TIMEOUT).contains(&time),
-            key(name),
-            format!("{time:?}"),
-            "make it from 1s to 2h",
-        );
+        require_time(issues, key(name), time);
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::actor::MAX_TIMEOUT;
+use super::actor::require_time;
 use super::validate::Issues;
 use super::{TlsConfig, units};
 use crate::address::shown;
@@ -147,12 +147,7 @@ pub(super) fn validate(substrate: &SubstrateConfig, issues: &mut Issues) {
         ("call_timeout", substrate.call_timeout),
         ("ready_timeout", substrate.ready_timeout),
     ] {
-        issues.require(
-            (Duration::from_secs(1)..=MAX_TIMEOUT).contains(&time),
-            key(name),
-            format!("{time:?}"),
-            "make it from 1s to 2h",
-        );
+        require_time(issues, key(name), time);
     }
 }
 
