@@ -158,7 +158,7 @@ impl Machine {
     /// Returns a new folder of the run.
     fn folder(&self, prefix: &str) -> Result<PathBuf, ActorError> {
         let number = self.count.fetch_add(1, Ordering::Relaxed);
-        self.run.make(&format!("{prefix}{number}"))
+        self.run.make(&numbered(prefix, number))
     }
 
     /// Starts a sandbox.
@@ -240,6 +240,12 @@ impl Machine {
     }
 }
 
+/// Returns a name that begins no other one: `runsc` takes an id that it does not know, such as that of a sandbox which
+/// has just ended, for the beginning of another's, and would run or kill there what was meant for the first.
+fn numbered(prefix: &str, number: u64) -> String {
+    format!("{prefix}{number:020}")
+}
+
 /// A sandbox that was started.
 #[derive(Debug)]
 struct Container {
@@ -248,4 +254,20 @@ struct Container {
     /// Its bundle.
     folder: PathBuf,
     life: Arc<Life>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::numbered;
+
+    #[test]
+    fn no_name_begins_another() {
+        let numbers = [0, 1, 10, 11, 100, u64::MAX];
+        let names = numbers.map(|number| numbered("a", number));
+        for (at, name) in names.iter().enumerate() {
+            for (other, longer) in names.iter().enumerate() {
+                assert!(at == other || !longer.starts_with(name), "{name} {longer}");
+            }
+        }
+    }
 }
