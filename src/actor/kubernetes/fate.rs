@@ -60,12 +60,16 @@ pub(super) fn fate(pod: Option<&Value>, limits: &ActorLimits, lived: Duration) -
             Some("ContainerStatusUnknown" | "Unknown") => {
                 Fate::Ours("its node was lost".to_owned())
             }
-            reason => Fate::Guests(Ending::Killed {
-                reason: format!(
-                    "its first process ended with {code} ({})",
-                    reason.unwrap_or("no reason")
-                ),
-            }),
+            reason => {
+                let reason = reason.unwrap_or("no reason");
+                let message = ended["message"].as_str().map(|told| format!(": {told}"));
+                Fate::Guests(Ending::Killed {
+                    reason: format!(
+                        "its first process ended with {code} ({reason}{})",
+                        message.unwrap_or_default()
+                    ),
+                })
+            }
         };
     }
     if is_deleted {

@@ -123,6 +123,7 @@ impl Kubelet {
                 reason: error.to_string(),
             },
         };
+        let message = format!("{ending:?}");
         let reason = match ending {
             Ending::Exited { .. } => return,
             Ending::OutOfMemory { .. } => "OOMKilled",
@@ -130,7 +131,7 @@ impl Kubelet {
         };
         cluster.store().update(&POD, pod, |object| {
             object["status"] = json!({ "phase": "Failed", "containerStatuses": [{
-                "name": "main", "state": { "terminated": { "reason": reason, "exitCode": 137 } },
+                "name": "main", "state": { "terminated": { "reason": reason, "exitCode": 137, "message": message } },
             }] });
         });
     }
@@ -223,7 +224,7 @@ impl Kubelet {
                     disk: bytes("ephemeral-storage"),
                     processes: 64,
                     open_files: 4096,
-                    lifetime: Duration::from_secs(300),
+                    lifetime: Duration::from_secs(3600),
                 },
                 ..ActorSpec::new(RootFs::Host)
             })
