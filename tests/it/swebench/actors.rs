@@ -211,7 +211,7 @@ fn what_the_agent_left_gives_no_reward() {
     );
     agent(
         actor.as_ref(),
-        "rm -f /logs/verifier/reward.json; sleep 1; grep -q 1 /logs/verifier/reward.json",
+        "rm -f /logs/verifier/reward.json; until grep -q 1 /logs/verifier/reward.json; do sleep 0.1; done",
     );
     let found = verify(&ActorSandbox::new(actor.as_ref()), &verifier(JUDGE));
     assert_eq!(
