@@ -5,6 +5,8 @@
 
 mod args;
 mod commands;
+#[cfg(test)]
+mod documented;
 mod failure;
 mod printer;
 mod progress;
