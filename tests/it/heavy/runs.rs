@@ -182,6 +182,11 @@ fn a_scripted_agent_solves_harbor_and_swebench_in_one_run() {
     solve_by_script(folder.path(), 2, |repositories| {
         format!("root = 'host'\nrepositories = '{}'", text(repositories))
     });
+    let measured = metrics(&folder.path().join("run"));
+    let rates = measured
+        .iter()
+        .filter(|row| row["eval/pass_at_1"].is_number());
+    assert!(rates.count() > 0, "{measured:?}");
     assert_clean(folder.path());
 }
 
@@ -257,11 +262,6 @@ pub(crate) fn solve_by_script(folder: &Path, steps: u64, actor: impl FnOnce(&Pat
             assert_eq!(row.reward, Some(1.0), "{}: {how:#?}", row.task_id);
         }
     }
-    let measured = metrics(&run);
-    let rates = measured
-        .iter()
-        .filter(|row| row["eval/pass_at_1"].is_number());
-    assert!(rates.count() > 0, "{measured:?}");
 }
 
 /// Returns the next call of a script that solves every task, by what was said so far.
