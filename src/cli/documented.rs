@@ -315,3 +315,18 @@ fn every_file_that_the_documents_name_is_there() {
     }
     assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
+
+#[test]
+fn every_page_is_in_the_book() {
+    let docs = root().join("docs");
+    let summary = fs_err::read_to_string(docs.join("SUMMARY.md")).expect("it is text");
+    for page in files_below(&docs, &["md"]) {
+        let name = page
+            .strip_prefix(&docs)
+            .expect("it is below")
+            .display()
+            .to_string();
+        let is_there = name == "SUMMARY.md" || summary.contains(&format!("({name})"));
+        assert!(is_there, "docs/SUMMARY.md has no `{name}`");
+    }
+}
