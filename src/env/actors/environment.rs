@@ -10,6 +10,7 @@ use super::slots::Slot;
 use super::start::GroupStart;
 use super::tools::{BASH, EDIT, Ran, SUBMIT, actor_tools, bash};
 use super::trial::{Judged, Trial};
+use super::workplace::run_ends;
 use super::{InstanceGrader, edit};
 use crate::actor::{Actor, ActorError};
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
@@ -367,14 +368,6 @@ impl ActorEnvironment {
                 })
             }
         }
-    }
-}
-
-/// The fault of who asks for an actor while the run ends.
-fn run_ends() -> ActorError {
-    ActorError::Ended {
-        id: "-".to_owned(),
-        reason: "the run ends".to_owned(),
     }
 }
 

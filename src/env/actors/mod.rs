@@ -14,12 +14,16 @@ mod environment;
 mod harbor;
 mod instance;
 mod patch;
+mod reference;
 mod sandbox;
 mod slots;
 mod start;
 mod tools;
 mod trial;
 mod workplace;
+
+#[cfg(test)]
+mod tests;
 
 pub use control::Controls;
 pub use environment::{ActorEnvironment, ActorSettings};

@@ -50,6 +50,24 @@ impl Slots {
         Some(Slot(Arc::clone(self)))
     }
 
+    /// Waits for so long, or until it is closed; returns whether it is open.
+    pub(super) fn pause(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        let mut state = self.lock();
+        while !state.is_closed {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        false
+    }
+
     /// Gives no more room, and lets those go who wait for some.
     pub(super) fn close(&self) {
         self.lock().is_closed = true;
@@ -121,5 +139,17 @@ mod tests {
         assert!(!slots.wait_free(Duration::ZERO));
         drop(held);
         assert!(slots.wait_free(Duration::ZERO) && slots.take().is_none());
+    }
+
+    #[test]
+    fn a_pause_ends_when_it_closes() {
+        let slots = Slots::new(1);
+        assert!(slots.pause(Duration::from_millis(1)));
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| slots.pause(Duration::from_hours(1)));
+            slots.close();
+            assert!(!waiting.join().expect("it does not panic"));
+        });
+        assert!(!slots.pause(Duration::from_hours(1)));
     }
 }

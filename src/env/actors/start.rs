@@ -1,13 +1,16 @@
 //! The start of a group: an actor is prepared once, and all episodes of the group start from it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Workplace;
 use super::instance::start_instance;
 use super::patch::Base;
-use crate::actor::{Actor, ActorCommand, ActorError, ActorSnapshot, FileTree, TreeLimits};
+use crate::actor::{
+    Actor, ActorCommand, ActorError, ActorSnapshot, ActorSpec, FileTree, TreeLimits,
+};
+use crate::grader::{GradeUsage, Verdict};
 use crate::task::RepositoryTask;
 use crate::task::harbor::{HarborPart, HarborTask, Healthcheck};
 
@@ -68,30 +71,40 @@ impl GroupStart {
     pub(super) fn actor(&self) -> Result<Box<dyn Actor>, ActorError> {
         let is_shared = self.members > 1 && self.place.backend().capabilities().snapshot;
         if !is_shared {
-            return self.prepared();
+            return self.own_actor(&[]);
         }
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) = kept.clone() {
             return kept.restore();
         }
-        let actor = self.prepared()?;
+        let actor = self.own_actor(&[])?;
         *kept = Some(actor.snapshot()?);
         Ok(actor)
     }
 
-    fn prepared(&self) -> Result<Box<dyn Actor>, ActorError> {
-        let spec = self.place.spec(&self.task)?;
+    /// Starts one that nobody else starts from, in which these folders can be written, too.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::actor`].
+    pub(super) fn own_actor(&self, writable: &[&str]) -> Result<Box<dyn Actor>, ActorError> {
+        let mut spec = self.place.spec(&self.task)?;
+        spec.writable.extend(writable.iter().map(PathBuf::from));
+        self.prepared(&spec)
+    }
+
+    fn prepared(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         let backend = self.place.backend();
         match &*self.task {
             RepositoryTask::Swebench(instance) => {
-                let actor = start_instance(backend, &spec, instance)?;
+                let actor = start_instance(backend, spec, instance)?;
                 let base = Base::note(&*actor, instance.workdir())?;
                 // It is the same for all who prepare.
                 let _ = self.base.set(base);
                 Ok(actor)
             }
             RepositoryTask::Harbor(task) => {
-                let actor = backend.create(&spec)?;
+                let actor = backend.create(spec)?;
                 must(
                     &*actor,
                     &task.name,
@@ -100,31 +113,58 @@ impl GroupStart {
                     STEP_TIMEOUT,
                 )?;
                 if let Some(check) = &task.config.environment.healthcheck {
-                    wait_healthy(&*actor, &task.name, check)?;
+                    let health = wait_healthy(&self.place, &*actor, check)?;
+                    health.map_err(|sick| sick.of(task))?;
                 }
-                begin_part(&*actor, task, 0)?;
+                let begun = begin_part(&self.place, &*actor, task, 0)?;
+                begun.map_err(|sick| sick.of(task))?;
                 Ok(actor)
             }
         }
     }
 }
 
-/// Brings what a part of a task begins with.
+/// Why a sandbox is not ready, as its health check has it. Whose doing that is depends on who was there before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Sick(pub(super) String);
+
+impl Sick {
+    /// Returns the fault of one where no policy has been.
+    fn of(self, task: &HarborTask) -> ActorError {
+        ActorError::Backend {
+            activity: format!("checking the health of the sandbox for `{}`", task.name),
+            message: self.0,
+        }
+    }
+
+    /// Returns the verdict of a trial that nobody can go on with.
+    pub(super) fn verdict(self) -> Verdict {
+        let message = format!("the health check of the next step failed: {}", self.0);
+        Verdict::infra_error(1, &message, GradeUsage::default())
+    }
+}
+
+/// Brings what a part of a task begins with, and waits until its health check says that it is ready.
+///
+/// # Errors
+///
+/// Fails where the actor does, and where the run ends.
 pub(super) fn begin_part(
+    place: &Workplace,
     actor: &dyn Actor,
     task: &HarborTask,
     part: usize,
-) -> Result<(), ActorError> {
+) -> Result<Result<(), Sick>, ActorError> {
     let Some(HarborPart { workdir, step, .. }) = task.parts.get(part) else {
-        return Ok(());
+        return Ok(Ok(()));
     };
     if let Some(folder) = workdir {
         let tree = FileTree::read_from(folder, TreeLimits::default())?;
         actor.put(&actor.spec().workdir.clone(), &tree)?;
     }
     match step.as_ref().and_then(|step| step.healthcheck.as_ref()) {
-        Some(check) => wait_healthy(actor, &task.name, check),
-        None => Ok(()),
+        Some(check) => wait_healthy(place, actor, check),
+        None => Ok(Ok(())),
     }
 }
 
@@ -136,42 +176,53 @@ fn must(
     script: &str,
     timeout: Duration,
 ) -> Result<(), ActorError> {
+    run(actor, script, timeout)?.map_err(|message| ActorError::Backend {
+        activity: format!("{what} for `{task}`"),
+        message,
+    })
+}
+
+/// Runs a script; returns why it did not succeed, where it did not.
+fn run(
+    actor: &dyn Actor,
+    script: &str,
+    timeout: Duration,
+) -> Result<Result<(), String>, ActorError> {
     let mut command = ActorCommand::shell(script);
     command.cwd = Some(Path::new("/").to_owned());
     command.timeout = timeout;
     let output = actor.exec(&command)?;
-    match output.is_success() {
+    Ok(match output.is_success() {
         true => Ok(()),
-        false => Err(ActorError::Backend {
-            activity: format!("{what} for `{task}`"),
-            message: format!("{:?}: {}", output.ending, output.stderr.text().trim()),
-        }),
-    }
+        false => Err(format!(
+            "{:?}: {}",
+            output.ending,
+            output.stderr.text().trim()
+        )),
+    })
 }
 
 /// Waits until a sandbox says that it is ready.
-fn wait_healthy(actor: &dyn Actor, task: &str, check: &Healthcheck) -> Result<(), ActorError> {
+fn wait_healthy(
+    place: &Workplace,
+    actor: &dyn Actor,
+    check: &Healthcheck,
+) -> Result<Result<(), Sick>, ActorError> {
     let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(STEP_TIMEOUT);
     let started = Instant::now();
     let mut failures = 0;
     loop {
-        let tried = must(
-            actor,
-            task,
-            "checking the health of the sandbox",
-            &check.command,
-            seconds(check.timeout_sec),
-        );
-        let Err(error) = tried else { return Ok(()) };
+        let tried = run(actor, &check.command, seconds(check.timeout_sec))?;
+        let Err(why) = tried else { return Ok(Ok(())) };
         let is_starting = started.elapsed() < seconds(check.start_period_sec);
         failures += i64::from(!is_starting);
         if failures >= check.retries.max(1) {
-            return Err(error);
+            return Ok(Err(Sick(why)));
         }
         let pause = match is_starting {
             true => check.start_interval_sec,
             false => check.interval_sec,
         };
-        std::thread::sleep(seconds(pause).min(STEP_TIMEOUT));
+        place.pause(seconds(pause).min(STEP_TIMEOUT))?;
     }
 }

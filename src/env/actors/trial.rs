@@ -1,11 +1,13 @@
 //! A Harbor task while it is worked on: which part the policy is at, and what the earlier ones earned.
 
-use super::control::Control;
+use std::time::Instant;
+
+use super::HarborJudgement;
+use super::reference::{begins, judge_part, verifies};
 use super::start::{GroupStart, begin_part};
-use super::{HarborJudgement, Workplace, judge_trial};
 use crate::actor::{Actor, ActorError};
 use crate::grader::{GradeUsage, RewardFault, Rewards, Verdict, harbor_verdict};
-use crate::task::harbor::{HarborPart, HarborTask};
+use crate::task::harbor::HarborTask;
 
 /// The parts of a task that were judged.
 #[derive(Debug, Default)]
@@ -43,7 +45,8 @@ impl Trial {
     /// Judges the part that the policy is at. `is_cut_off` says that it can work on no other.
     ///
     /// A part whose verifier leaves no reward has earned nothing where it leaves one for an actor in which no
-    /// policy has been, and otherwise cannot be judged.
+    /// policy has been, and otherwise cannot be judged. Likewise a next part whose health check fails ends the
+    /// trial where it does not fail without the policy.
     ///
     /// # Errors
     ///
@@ -59,6 +62,7 @@ impl Trial {
         let Some(part) = task.parts.get(number) else {
             return Ok((Judged::Over(self.verdict(task)), Some(actor)));
         };
+        let began = Instant::now();
         let (rewards, actor) = match judge_part(start.place(), task, part, &*actor) {
             Ok(HarborJudgement { verification, .. }) => match verification.rewards {
                 Ok(rewards) => (rewards, Some(actor)),
@@ -71,7 +75,8 @@ impl Trial {
                 Err(fault) => {
                     let ended = verification.ended;
                     actor.destroy()?;
-                    match control(start, task, number)?.is_sound {
+                    let late = verification.timed_out.then_some(began);
+                    match verifies(start, task, number, late)? {
                         true => (nothing(), None),
                         false => return Ok((Judged::Over(unjudged(ended, &fault)), None)),
                     }
@@ -79,7 +84,7 @@ impl Trial {
             },
             Err(error) if error.is_guests_doing() => {
                 drop(actor);
-                match control(start, task, number)?.is_sound {
+                match verifies(start, task, number, None)? {
                     true => (nothing(), None),
                     false => return Err(error),
                 }
@@ -93,12 +98,21 @@ impl Trial {
             return Ok((Judged::Over(self.verdict(task)), actor));
         }
         let actor = match actor {
-            Some(actor) if !is_cut_off => match begin_part(&*actor, task, number + 1) {
-                Ok(()) => return Ok((Judged::GoesOn, Some(actor))),
-                // What the policy left is in the way.
-                Err(error) if error.is_guests_doing() => None,
-                Err(error) => return Err(error),
-            },
+            Some(actor) if !is_cut_off => {
+                match begin_part(start.place(), &*actor, task, number + 1) {
+                    Ok(Ok(())) => return Ok((Judged::GoesOn, Some(actor))),
+                    Ok(Err(sick)) => {
+                        actor.destroy()?;
+                        if !begins(start, task, number + 1)? {
+                            return Ok((Judged::Over(sick.verdict()), None));
+                        }
+                        None
+                    }
+                    // What the policy left is in the way.
+                    Err(error) if error.is_guests_doing() => None,
+                    Err(error) => return Err(error),
+                }
+            }
             // Without the actor there is nothing to go on with.
             actor => actor,
         };
@@ -132,46 +146,4 @@ fn nothing() -> Rewards {
 
 fn unjudged(ended: Option<&'static str>, fault: &RewardFault) -> Verdict {
     harbor_verdict(ended, &Err(fault.clone()), GradeUsage::default())
-}
-
-/// Judges what is in an actor as one part of a task.
-fn judge_part(
-    place: &Workplace,
-    task: &HarborTask,
-    part: &HarborPart,
-    actor: &dyn Actor,
-) -> Result<HarborJudgement, ActorError> {
-    // No variable of this machine is meant for a task.
-    let job = part.verify_job(&task.config, &|_| None);
-    let job = job.map_err(|error| ActorError::InvalidSpec {
-        reason: crate::causes::with_causes(&error),
-    })?;
-    let environment =
-        (task.config.verifier_environment(part.step.as_ref())).unwrap_or(&task.config.environment);
-    let spec = place.harbor_spec(task, environment)?;
-    judge_trial(place.backend(), &spec, &task.config, part, &job, actor)
-}
-
-/// Finds out whether the verifier of a part leaves a reward where no policy has been.
-fn control(start: &GroupStart, task: &HarborTask, number: usize) -> Result<Control, ActorError> {
-    let key = format!("{}\0{}\0{number}", task.folder.display(), task.name);
-    start.place().controls().of(&key, || {
-        let unsound = Control {
-            is_sound: false,
-            seconds: 0.0,
-        };
-        let Some(part) = task.parts.get(number) else {
-            return Ok(unsound);
-        };
-        let actor = start.actor()?;
-        if number > 0 {
-            begin_part(&*actor, task, number)?;
-        }
-        let judged = judge_part(start.place(), task, part, &*actor)?;
-        actor.destroy()?;
-        Ok(Control {
-            is_sound: judged.verification.rewards.is_ok(),
-            ..unsound
-        })
-    })
 }

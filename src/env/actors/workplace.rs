@@ -70,6 +70,14 @@ impl Workplace {
         self.slots.take()
     }
 
+    /// Waits for so long; fails once the run ends.
+    pub(super) fn pause(&self, time: Duration) -> Result<(), ActorError> {
+        match self.slots.pause(time) {
+            true => Ok(()),
+            false => Err(run_ends()),
+        }
+    }
+
     /// Ends all actors, whatever runs in them, and waits until their episodes have noticed. No other is started.
     pub fn close(&self) {
         self.slots.close();
@@ -197,6 +205,14 @@ impl Workplace {
             spec.env.insert(name.clone(), value.clone());
         }
         Ok(spec)
+    }
+}
+
+/// The fault of who goes on while the run ends; it is not the policy's.
+pub(super) fn run_ends() -> ActorError {
+    ActorError::Lost {
+        id: "-".to_owned(),
+        reason: "the run ends".to_owned(),
     }
 }
 

@@ -88,6 +88,8 @@ pub struct Verification {
     pub ended: Option<&'static str>,
     /// Whether the sandbox failed, and not by what was done in it.
     pub is_our_fault: bool,
+    /// Whether it ran out of its time, as it also may on a machine that is busy with something else.
+    pub timed_out: bool,
     /// What it printed, or why it did not run.
     pub output: String,
 }
@@ -100,15 +102,21 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
         rewards: Err(RewardFault::Missing),
         ended: Some(ended),
         is_our_fault: false,
+        timed_out: false,
         output,
+    };
+    let late = |ended, output| Verification {
+        timed_out: true,
+        ..without(ended, output)
     };
     let failed = |ended, fault: &GradingFault| Verification {
         is_our_fault: !fault.is_guests_doing,
         ..without(ended, told(fault))
     };
     match bring_tests(sandbox, job) {
-        Ok(None) => {}
-        Ok(Some(why)) => return without("AddTestsDirError", why),
+        Ok(Brought::All) => {}
+        Ok(Brought::Blocked(why)) => return without("AddTestsDirError", why),
+        Ok(Brought::Late(why)) => return late("AddTestsDirError", why),
         Err(fault) => return failed("AddTestsDirError", &fault),
     }
     let mut command = GradingCommand::sh(RUN, &job.script, job.timeout);
@@ -120,7 +128,7 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
     };
     match output.end {
         GradingEnd::Exited(_) => {}
-        GradingEnd::TimedOut => return without("VerifierTimeoutError", output.stdout),
+        GradingEnd::TimedOut => return late("VerifierTimeoutError", output.stdout),
         GradingEnd::Killed(why) => return without("SandboxLikelyOutOfMemoryError", why),
     }
     let file = |name: &str| sandbox.get(&format!("/logs/verifier/{name}"), MAX_REWARD_BYTES + 1);
@@ -130,29 +138,39 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
             rewards: Rewards::read(json.as_deref(), text.as_deref()),
             ended: None,
             is_our_fault: false,
+            timed_out: false,
             output: output.stdout,
         },
         Err(fault) => failed("DownloadVerifierDirError", &fault),
     }
 }
 
-/// Brings the tests to a clean place; returns why that cannot be made, where it is the sandbox's own programs that
-/// say so.
-fn bring_tests(
-    sandbox: &dyn GradingSandbox,
-    job: &VerifyJob,
-) -> Result<Option<String>, GradingFault> {
+/// What became of bringing the tests.
+enum Brought {
+    /// They are there.
+    All,
+    /// The sandbox's own programs say that there is no clean place for them; why.
+    Blocked(String),
+    /// Cleaning took too long.
+    Late(String),
+}
+
+/// Brings the tests to a clean place.
+fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<Brought, GradingFault> {
     // Those of the image stay.
     let tests = if job.tests.is_empty() { "" } else { "/tests" };
     let cleaned = sandbox.exec(&GradingCommand::sh(CLEAN, tests, STEP_TIMEOUT))?;
     let GradingOutput { end, stderr, .. } = cleaned;
-    if end != GradingEnd::Exited(0) {
-        return Ok(Some(format!("the sandbox could not be cleaned: {stderr}")));
+    let why = || format!("the sandbox could not be cleaned: {stderr}");
+    match end {
+        GradingEnd::Exited(0) => {}
+        GradingEnd::TimedOut => return Ok(Brought::Late(why())),
+        GradingEnd::Exited(_) | GradingEnd::Killed(_) => return Ok(Brought::Blocked(why())),
     }
     if !job.tests.is_empty() {
         sandbox.put_all("/tests", &job.tests)?;
     }
-    Ok(None)
+    Ok(Brought::All)
 }
 
 fn told(fault: &GradingFault) -> String {
@@ -269,6 +287,7 @@ mod tests {
         };
         let found = verify(&sandbox, &job());
         assert_eq!(found.ended, Some("VerifierTimeoutError"));
+        assert!(found.timed_out);
         assert_eq!(found.rewards, Err(RewardFault::Missing));
     }
 

@@ -69,6 +69,8 @@ pub struct PatchGrade {
     /// reward then. Where the instance's reference passes in the same environment, it was the patch:
     /// [`Self::held_against_the_patch`].
     pub doubt: Option<String>,
+    /// Whether a step ran out of its time, as it also may on a machine that is busy with something else.
+    pub timed_out: bool,
 }
 
 impl PatchGrade {
@@ -93,6 +95,8 @@ enum Trouble {
     Fault(GradingFault),
     /// The patch may have brought it about.
     Broken(String),
+    /// A step before the tests ran out of its time.
+    Late(String),
 }
 
 impl From<GradingFault> for Trouble {
@@ -105,7 +109,7 @@ impl From<Trouble> for EvalOutcome {
     fn from(trouble: Trouble) -> Self {
         match trouble {
             Trouble::Fault(fault) => Self::NotRun(told(&fault)),
-            Trouble::Broken(why) => Self::Broken(why),
+            Trouble::Broken(why) | Trouble::Late(why) => Self::Broken(why),
         }
     }
 }
@@ -136,10 +140,12 @@ pub fn grade_patch(sandbox: &dyn GradingSandbox, job: &PatchJob<'_>) -> PatchGra
         // Where nothing is known of the patch, nothing is held against it.
         Err(trouble) => (PatchOutcome::Applied, Err(trouble)),
     };
+    let mut timed_out = matches!(evaluated, Err(Trouble::Late(_)));
     let outcome = match evaluated {
         Ok((outcome, text, seconds)) => {
             log = text;
             facts.test_seconds = seconds;
+            timed_out |= matches!(outcome, EvalOutcome::TimedOut { .. });
             outcome
         }
         Err(trouble) => trouble.into(),
@@ -161,6 +167,7 @@ pub fn grade_patch(sandbox: &dyn GradingSandbox, job: &PatchJob<'_>) -> PatchGra
         dropped,
         seconds: facts.test_seconds,
         doubt,
+        timed_out,
     }
 }
 
@@ -188,7 +195,8 @@ fn apply(
         let output = sandbox.exec(&GradingCommand::new(argv, STEP_TIMEOUT).within(job.workdir))?;
         match output.end {
             GradingEnd::Exited(_) => Ok(output),
-            _ => Err(Trouble::Broken(told(&not_run(&output)))),
+            GradingEnd::TimedOut => Err(Trouble::Late(told(&not_run(&output)))),
+            GradingEnd::Killed(_) => Err(Trouble::Broken(told(&not_run(&output)))),
         }
     };
     let head = ["git", "rev-parse", "--quiet", "--verify", "HEAD"].map(str::to_owned);
@@ -234,7 +242,10 @@ fn evaluate(
         let output = sandbox.exec(&GradingCommand::bash(script, PREPARE_TIMEOUT))?;
         if output.end != GradingEnd::Exited(0) {
             let why = format!("the tests could not be restored: {}", quoted(&output));
-            return Err(Trouble::Broken(why));
+            return Err(match output.end {
+                GradingEnd::TimedOut => Trouble::Late(why),
+                _ => Trouble::Broken(why),
+            });
         }
     }
     let output = sandbox.exec(&GradingCommand::bash(&job.plan.test, job.timeout))?;

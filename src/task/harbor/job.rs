@@ -42,7 +42,7 @@ impl HarborPart {
             .iter()
             .chain(verifier.into_iter().flatten())
         {
-            env.insert(name.clone(), resolved(name, value, lookup)?);
+            env.insert(name.clone(), resolved("verifier", name, value, lookup)?);
         }
         let environment = config
             .verifier_environment(self.step.as_ref())
@@ -59,8 +59,28 @@ impl HarborPart {
     }
 }
 
+impl TaskConfig {
+    /// Returns the variables of the reference solution; `lookup` as for [`HarborPart::verify_job`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where a variable is asked for and not there.
+    pub fn solution_env(
+        &self,
+        lookup: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<IndexMap<String, String>, HarborError> {
+        (self.solution.env.iter())
+            .map(|(name, value)| {
+                let value = resolved("solution", name, value, lookup)?;
+                Ok((name.clone(), value))
+            })
+            .collect()
+    }
+}
+
 /// Puts the host's value where one is asked for.
 fn resolved(
+    table: &str,
     name: &str,
     value: &str,
     lookup: &dyn Fn(&str) -> Option<String>,
@@ -83,7 +103,7 @@ fn resolved(
     lookup(wanted)
         .or_else(|| default.map(str::to_owned))
         .ok_or_else(|| HarborError::Value {
-            key: format!("verifier.env.{name}"),
+            key: format!("{table}.env.{name}"),
             reason: format!("asks for the variable `{wanted}`, which is not given"),
         })
 }

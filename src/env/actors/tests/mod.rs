@@ -1,0 +1,86 @@
+//! Episodes in actors that do what a test says.
+
+mod scripted;
+mod trials;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+
+use self::scripted::Scripted;
+use super::{ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig};
+use crate::actor::{ActorCommand, ActorLimits, Ending, RootFs};
+use crate::chat::{ParsedTurn, ToolCall};
+use crate::env::{Environment as _, StepResult};
+use crate::grader::swebench::SwebenchBonus;
+use crate::task::{Task, TaskOptions, TaskSet};
+
+/// The file that verifiers leave their reward in.
+const REWARD: &str = "/logs/verifier/reward.txt";
+
+const FAILED: Ending = Ending::Exited { code: 1 };
+
+fn late() -> Ending {
+    Ending::TimedOut {
+        limit: Duration::ZERO,
+    }
+}
+
+/// Whether a command is a verifier.
+fn is_verifier(command: &ActorCommand) -> bool {
+    command
+        .argv
+        .last()
+        .is_some_and(|last| last == "/tests/test.sh")
+}
+
+fn place(backend: &Arc<Scripted>) -> Arc<Workplace> {
+    let backend = Arc::clone(backend);
+    Arc::new(Workplace::new(
+        backend,
+        WorkplaceConfig {
+            root: Some(RootFs::Host),
+            repositories: None,
+            limits: ActorLimits::default(),
+            max_actors: 1,
+        },
+    ))
+}
+
+/// Writes a task's files and reads it.
+fn task(folder: &Path, files: &[(&str, &str)]) -> Task {
+    for (name, text) in files {
+        let path = folder.join(name);
+        fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+        fs_err::write(path, text).unwrap();
+    }
+    let tasks = TaskSet::open_with(folder, &TaskOptions::default()).unwrap();
+    tasks.tasks()[0].clone()
+}
+
+fn environment(place: &Arc<Workplace>, task: &Task) -> ActorEnvironment {
+    let repository = task.repository.clone().unwrap();
+    let start = GroupStart::new(Arc::clone(place), repository, 1);
+    let settings = ActorSettings {
+        system_prompt: None,
+        max_turns: 4,
+        max_output_chars: 2000,
+        command_timeout: Duration::from_secs(60),
+        test_timeout: Duration::from_secs(60),
+        bonus: SwebenchBonus::default(),
+    };
+    let task = Arc::new(task.clone());
+    let mut environment = ActorEnvironment::new(task, Arc::new(start), Arc::new(settings));
+    environment.reset().unwrap();
+    environment
+}
+
+fn submit(environment: &mut ActorEnvironment) -> StepResult {
+    let turn = ParsedTurn {
+        tool_calls: vec![Ok(ToolCall::new("submit", json!({})))],
+        ..ParsedTurn::default()
+    };
+    environment.step(&turn).unwrap()
+}
