@@ -19,6 +19,7 @@
 pub mod bwrap;
 mod capability;
 mod command;
+mod cpu;
 mod error;
 pub mod escalation;
 mod guest;

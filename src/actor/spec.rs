@@ -26,6 +26,8 @@ pub struct ActorLimits {
     pub memory: u64,
     /// What it may write to its files, in bytes; a single file may be no larger either.
     pub disk: u64,
+    /// CPU time that it may use, in thousandths of a CPU.
+    pub cpu_millis: u32,
     /// Processes and threads at a time.
     pub processes: u32,
     /// Open files of a process.
@@ -35,11 +37,12 @@ pub struct ActorLimits {
 }
 
 impl Default for ActorLimits {
-    /// 2 GiB of memory and of files, 512 processes, 4096 open files, an hour.
+    /// 2 GiB of memory and of files, one CPU, 512 processes, 4096 open files, an hour.
     fn default() -> Self {
         Self {
             memory: 2 << 30,
             disk: 2 << 30,
+            cpu_millis: 1000,
             processes: 512,
             open_files: 4096,
             lifetime: Duration::from_secs(3600),
@@ -119,6 +122,12 @@ impl ActorSpec {
             return invalid(format!(
                 "{} bytes of memory are fewer than the 16 MiB that a shell needs",
                 self.limits.memory
+            ));
+        }
+        if self.limits.cpu_millis < 10 {
+            return invalid(format!(
+                "{} thousandths of a CPU are fewer than the 10 that let anything be run",
+                self.limits.cpu_millis
             ));
         }
         if self.limits.processes < 4 {

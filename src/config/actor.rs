@@ -13,6 +13,10 @@ use super::{RunConfig, units};
 
 /// The longest command that a run file may allow.
 const MAX_TIMEOUT: Duration = Duration::from_hours(2);
+/// The fewest CPUs that let anything be run.
+const MIN_CPUS: f64 = 0.01;
+/// More CPUs than any machine has.
+const MAX_CPUS: f64 = 4096.0;
 /// More rollouts than any machine has memory for the actors of.
 const MAX_ACTORS: usize = 4096;
 
@@ -44,6 +48,9 @@ pub struct ActorConfig {
     /// What an actor may write to files, where its task does not say; 2GiB unless given.
     #[serde(with = "units::byte_size")]
     pub disk: ByteSize,
+    /// CPUs that an actor may use, where its task does not say; 1 unless given, and parts of one will do. What it
+    /// is kept to it by depends on the backend (docs/heavy-tier.md); templates of Substrate have a key of their own.
+    pub cpus: f64,
     /// Processes and threads of an actor at a time; 512 unless given.
     pub processes: u32,
     /// The longest that a command of the policy may take; 1m unless given. What it started ends with it, and
@@ -72,6 +79,7 @@ impl Default for ActorConfig {
             max_actors: 8,
             memory: ByteSize::gib(2),
             disk: ByteSize::gib(2),
+            cpus: 1.0,
             processes: 512,
             command_timeout: Duration::from_mins(1),
             test_timeout: Duration::from_mins(30),
@@ -168,6 +176,12 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         );
     }
     issues.require(
+        (MIN_CPUS..=MAX_CPUS).contains(&actor.cpus),
+        key("cpus"),
+        actor.cpus,
+        "make it from 0.01 to 4096",
+    );
+    issues.require(
         (16..=1 << 20).contains(&actor.processes),
         key("processes"),
         actor.processes,
@@ -216,7 +230,7 @@ mod tests {
     fn actors_read_back() {
         let config = load(
             "[actor]\nbackend = 'bwrap'\nroot = 'host'\nrepositories = '/r'\nmax_actors = 3\n\
-             memory = '1GiB'\ncommand_timeout = '10s'\nbonus = { smaller_patch = 0.1 }",
+             memory = '1GiB'\ncpus = 0.5\ncommand_timeout = '10s'\nbonus = { smaller_patch = 0.1 }",
         )
         .unwrap();
         assert_eq!(config.actor.backend, ActorBackendName::Bwrap);
@@ -235,6 +249,8 @@ mod tests {
             ("actor.memory = '1MiB'", "actor.memory"),
             ("actor.disk = '1MiB'", "actor.disk"),
             ("actor.processes = 1", "actor.processes"),
+            ("actor.cpus = 0.0", "actor.cpus"),
+            ("actor.cpus = nan", "actor.cpus"),
             ("actor.command_timeout = '0s'", "actor.command_timeout"),
             ("actor.test_timeout = '3h'", "actor.test_timeout"),
             ("actor.bonus.faster_tests = -1", "actor.bonus.faster_tests"),

@@ -36,8 +36,6 @@ pub struct KubernetesConfig {
     /// Who all processes of an actor are, as a number; 65532 unless given. Root (0) needs a namespace that
     /// admits Pod Security's `baseline`.
     pub user: u32,
-    /// CPU time that an actor may use, in thousandths of a CPU; 1000 unless given.
-    pub cpu_millis: u32,
     /// Names of the secrets by which images are pulled.
     pub image_pull_secrets: Vec<String>,
     /// Labels of the nodes that actors may run on.
@@ -63,7 +61,6 @@ impl Default for KubernetesConfig {
             kruise_group: None,
             runtime_class: "gvisor".to_owned(),
             user: 65532,
-            cpu_millis: 1000,
             image_pull_secrets: Vec::new(),
             node_selector: BTreeMap::new(),
             tolerations: Vec::new(),
@@ -90,12 +87,6 @@ pub struct TolerationConfig {
 /// Checks what a run says of its actors on Kubernetes.
 pub(super) fn validate(kubernetes: &KubernetesConfig, issues: &mut Issues) {
     let key = |key: &str| format!("actor.kubernetes.{key}");
-    issues.require(
-        kubernetes.cpu_millis > 0,
-        key("cpu_millis"),
-        kubernetes.cpu_millis,
-        "make it at least 1, a thousandth of a CPU",
-    );
     issues.require(
         kubernetes.context.is_none() || kubernetes.kubeconfig.is_some(),
         key("context"),
@@ -145,7 +136,6 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_named_with_its_key() {
         for (text, key) in [
-            ("cpu_millis = 0", "actor.kubernetes.cpu_millis"),
             (
                 "api_server = 'http://a:b@example.org'\nkubeconfig = 'k'",
                 "actor.kubernetes.api_server",

@@ -11,7 +11,9 @@ use crate::actor::escalation::Needs;
 use crate::actor::{ActorError, ActorLimits, RootFs};
 use crate::config::{ActorConfig, ConfigError, Issue, RewardAggregation, RunConfig};
 use crate::env::Environment;
-use crate::env::actors::{ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig};
+use crate::env::actors::{
+    ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig, millis,
+};
 use crate::grader::swebench::SwebenchBonus;
 use crate::task::harbor::{HarborPart, VerifierMode};
 use crate::task::{RepositoryTask, Task};
@@ -164,6 +166,7 @@ impl Actors {
                 limits: ActorLimits {
                     memory: config.memory.as_u64(),
                     disk: config.disk.as_u64(),
+                    cpu_millis: millis(config.cpus),
                     processes: config.processes,
                     ..ActorLimits::default()
                 },

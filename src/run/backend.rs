@@ -120,7 +120,6 @@ mod cluster {
             uid: config.user,
             gid: config.user,
         };
-        options.cpu_millis = config.cpu_millis;
         options
             .image_pull_secrets
             .clone_from(&config.image_pull_secrets);

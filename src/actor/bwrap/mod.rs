@@ -20,7 +20,8 @@ use fs_err as fs;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 pub(crate) use self::arguments::{Arguments, Network, PROGRAM};
-use super::guest::{self, GUEST_FOLDER, HELPER};
+use super::cpu::{CpuShare, CpuTime};
+use super::guest::{self, GUEST_FOLDER};
 use super::janitor::Janitor;
 use super::run_folder::RunFolder;
 use super::transfer::{self, Shell};
@@ -53,6 +54,7 @@ struct Machine {
     prlimit: PathBuf,
     setpriv: PathBuf,
     janitor: Janitor,
+    cpu: CpuTime,
     guest: PathBuf,
     run: RunFolder,
     /// Folders so far.
@@ -95,6 +97,7 @@ impl BwrapBackend {
                 prlimit,
                 setpriv,
                 janitor: Janitor::start().map_err(files)?,
+                cpu: CpuTime::open(run.path()),
                 guest,
                 run,
                 count: AtomicU64::new(0),
@@ -193,9 +196,10 @@ impl Machine {
         u32::try_from(user).ok().filter(|_| is_root)
     }
 
-    /// Deletes a folder in the background.
-    fn delete(&self, folder: PathBuf) {
+    /// Deletes a folder in the background, and what an actor had of the CPUs.
+    fn delete(&self, folder: PathBuf, cpu: Option<CpuShare>) {
         self.janitor.push(move || {
+            drop(cpu);
             if let Err(error) = remove_tree(&folder) {
                 tracing::warn!(%error, "the folder of an actor is left over");
             }
@@ -263,6 +267,8 @@ struct BwrapActor {
     /// The user of the host that its processes are; this one unless given.
     user: Option<u32>,
     until: Instant,
+    /// What it may use of the CPUs; taken when it is deleted.
+    cpu: Option<CpuShare>,
     /// Held while a command runs.
     turn: Mutex<()>,
 }
@@ -273,7 +279,9 @@ impl BwrapActor {
             path.file_name()
                 .map(|name| name.to_string_lossy().into_owned())
         };
+        let own_name = name(&folder).unwrap_or_default();
         Self {
+            cpu: Some(machine.cpu.share(&own_name, &spec.limits)),
             id: [machine.run.path(), &folder]
                 .map(|path| name(path).unwrap_or_default())
                 .join("-"),
@@ -350,10 +358,7 @@ impl BwrapActor {
         for (name, value) in self.spec.variables(user, &command.env) {
             arguments.add(["--setenv", &name, &value]);
         }
-        let cwd = command.cwd.as_deref().unwrap_or(&self.spec.workdir);
-        let mut argv = [HELPER, "exec"].map(str::to_owned).to_vec();
-        argv.push(cwd.to_string_lossy().into_owned());
-        argv.extend(command.argv.iter().cloned());
+        let argv = guest::exec(&self.spec, command);
         let mut all: Vec<std::ffi::OsString> = vec![
             format!("--fsize={0}:{0}", limits.disk).into(),
             format!("--nofile={0}:{0}", limits.open_files).into(),
@@ -385,8 +390,11 @@ impl Shell for BwrapActor {
         if left.is_zero() {
             return Ok(ActorOutput::of(Ending::TimedOut { limit: lifetime }));
         }
-        let program = std::process::Command::new(&self.machine.prlimit);
-        let mut client = program;
+        let prlimit = &self.machine.prlimit;
+        let mut client = match &self.cpu {
+            Some(cpu) => cpu.command(prlimit),
+            None => std::process::Command::new(prlimit),
+        };
         client
             .args(self.arguments(command, user)?)
             .env_clear()
@@ -487,7 +495,8 @@ impl Actor for BwrapActor {
 
 impl Drop for BwrapActor {
     fn drop(&mut self) {
-        self.machine.delete(self.folder.clone());
+        let cpu = self.cpu.take();
+        self.machine.delete(self.folder.clone(), cpu);
     }
 }
 
@@ -511,6 +520,6 @@ impl ActorSnapshot for BwrapSnapshot {
 
 impl Drop for BwrapSnapshot {
     fn drop(&mut self) {
-        self.machine.delete(self.folder.clone());
+        self.machine.delete(self.folder.clone(), None);
     }
 }

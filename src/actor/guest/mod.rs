@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use fs_err as fs;
 
+use super::{ActorCommand, ActorSpec};
+
 /// Where they are in an actor: directly below the root, since a guest may rename the folder above where something
 /// is mounted, and then no command could be started any more.
 pub(super) const GUEST_FOLDER: &str = "/.wardian";
@@ -13,6 +15,15 @@ pub(super) const HELPER: &str = "/.wardian/helper";
 
 const HELPER_PROGRAM: &[u8] = include_bytes!("helper-x86_64");
 const MEND_LIBRARY: &[u8] = include_bytes!("mend-x86_64.so");
+
+/// Returns the arguments that run a command: the helper's, which enters the folder and becomes the program.
+pub(super) fn exec(spec: &ActorSpec, command: &ActorCommand) -> Vec<String> {
+    let cwd = command.cwd.as_deref().unwrap_or(&spec.workdir);
+    let helper = [HELPER, "exec"].map(str::to_owned);
+    let cwd = cwd.to_string_lossy().into_owned();
+    let argv = command.argv.iter().cloned();
+    helper.into_iter().chain([cwd]).chain(argv).collect()
+}
 
 /// Writes them into the folder of a run, and returns the folder that actors are shown.
 ///

@@ -119,8 +119,6 @@ pub struct KubernetesOptions {
     /// Who all processes of a sandbox are. Unless it is root, pods are such as Pod Security's `restricted`
     /// admits. Root, with a few capabilities over files and processes, needs a namespace of `baseline`.
     pub user: User,
-    /// CPU time that a sandbox may use, in thousandths of a CPU.
-    pub cpu_millis: u32,
     /// Names of the secrets by which images are pulled.
     pub image_pull_secrets: Vec<String>,
     /// Labels of the nodes that sandboxes may run on.
@@ -140,7 +138,7 @@ pub struct KubernetesOptions {
 
 impl KubernetesOptions {
     /// Returns the options of a run: the inferred API server, one warm sandbox for each of eight specs,
-    /// the `RuntimeClass` `gvisor`, user and group 65532, one CPU, 60 s for a request and 600 s for a sandbox.
+    /// the `RuntimeClass` `gvisor`, user and group 65532, 60 s for a request and 600 s for a sandbox.
     pub fn new(controller: Controller, run_id: impl Into<String>) -> Self {
         Self {
             controller,
@@ -154,7 +152,6 @@ impl KubernetesOptions {
                 uid: 65532,
                 gid: 65532,
             },
-            cpu_millis: 1000,
             image_pull_secrets: Vec::new(),
             node_selector: BTreeMap::new(),
             tolerations: Vec::new(),
@@ -207,8 +204,8 @@ impl KubernetesOptions {
         {
             return unusable("takes times of a day at most".to_owned());
         }
-        if self.request_timeout.is_zero() || self.ready_timeout.is_zero() || self.cpu_millis == 0 {
-            return unusable("needs times and a CPU limit above zero".to_owned());
+        if self.request_timeout.is_zero() || self.ready_timeout.is_zero() {
+            return unusable("needs times above zero".to_owned());
         }
         Ok(())
     }
@@ -250,7 +247,7 @@ mod tests {
             assert!(error.to_string().contains(group_version), "{error}");
         }
         let error = KubernetesOptions {
-            cpu_millis: 0,
+            request_timeout: Duration::ZERO,
             ..good
         }
         .check()

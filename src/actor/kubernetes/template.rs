@@ -45,7 +45,7 @@ pub(super) fn pod(
         false => writable(spec),
     };
     let security = security(is_root);
-    let resources = resources(spec, options);
+    let resources = resources(spec);
     let mut main = json!({
         "name": CONTAINER,
         "image": image,
@@ -147,9 +147,9 @@ fn security(is_root: bool) -> Value {
 }
 
 /// Requests are equal to limits where they are not given.
-fn resources(spec: &ActorSpec, options: &KubernetesOptions) -> Value {
+fn resources(spec: &ActorSpec) -> Value {
     json!({ "limits": {
-        "cpu": format!("{}m", options.cpu_millis),
+        "cpu": format!("{}m", spec.limits.cpu_millis),
         "memory": spec.limits.memory.to_string(),
         "ephemeral-storage": spec.limits.disk.to_string(),
     } })

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::bundle;
 use super::{Container, Machine};
-use crate::actor::guest::HELPER;
+use crate::actor::guest::{self, HELPER};
 use crate::actor::removal::remove_tree;
 use crate::actor::transfer::{self, Shell};
 use crate::actor::{
@@ -193,10 +193,7 @@ impl RunscActor {
 impl Shell for RunscActor {
     fn exec_as(&self, command: &ActorCommand, user: User) -> Result<ActorOutput, ActorError> {
         transfer::check(command)?;
-        let cwd = command.cwd.as_deref().unwrap_or(&self.spec.workdir);
-        let mut argv = [HELPER, "exec"].map(str::to_owned).to_vec();
-        argv.push(cwd.to_string_lossy().into_owned());
-        argv.extend(command.argv.iter().cloned());
+        let argv = guest::exec(&self.spec, command);
         self.run(&self.lock(), &argv, command, user)
     }
 }
@@ -240,7 +237,7 @@ impl Actor for RunscActor {
         self.machine.runsc.call("keeping an actor", &arguments)?;
         let next = snapshot.start()?;
         let last = std::mem::replace(&mut *container, next);
-        self.machine.delete(last.id, last.folder);
+        self.machine.delete(last.id, last.folder, last.cpu);
         Ok(Arc::new(snapshot))
     }
 
@@ -268,10 +265,11 @@ impl Actor for RunscActor {
 
 impl Drop for RunscActor {
     fn drop(&mut self) {
-        let container = self.lock();
+        let mut container = self.lock();
         container.life.end(destroyed());
+        let cpu = container.cpu.take();
         self.machine
-            .delete(container.id.clone(), container.folder.clone());
+            .delete(container.id.clone(), container.folder.clone(), cpu);
     }
 }
 

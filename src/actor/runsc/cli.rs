@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use fs_err as fs;
 
 use crate::actor::ActorError;
+use crate::actor::cpu::CpuShare;
 use crate::process::{self, Finished};
 
 /// The longest that a call may take that only does something with a sandbox.
@@ -35,7 +36,10 @@ impl Runsc {
 
     /// Returns a command with the flags that all calls share.
     pub(super) fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(&self.program);
+        self.with_flags(Command::new(&self.program), arguments)
+    }
+
+    fn with_flags(&self, mut command: Command, arguments: &[&str]) -> Command {
         command
             .arg(format!("--root={}", self.state.display()))
             .arg(format!("--platform={}", self.platform))
@@ -72,7 +76,7 @@ impl Runsc {
         }
     }
 
-    /// Makes a call that starts a sandbox. What it complains about goes to the file `log`: the sandbox keeps
+    /// Makes a call that starts a sandbox, which stays within `share`. What it complains about goes to the file `log`: the sandbox keeps
     /// the streams that it is given.
     ///
     /// # Errors
@@ -82,6 +86,7 @@ impl Runsc {
         &self,
         activity: &str,
         arguments: &[&str],
+        share: &CpuShare,
         log: &Path,
     ) -> Result<(), ActorError> {
         let files = |source| ActorError::Files {
@@ -90,7 +95,7 @@ impl Runsc {
         };
         let stderr = fs::File::create(log).map_err(files)?;
         let mut child = self
-            .command(arguments)
+            .with_flags(share.command(&self.program), arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(stderr.into_file())

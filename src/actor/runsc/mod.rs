@@ -21,6 +21,7 @@ use serde_json::Value;
 use self::actor::RunscActor;
 use self::cli::Runsc;
 use self::watch::{Life, Watcher};
+use super::cpu::{CpuShare, CpuTime};
 use super::janitor::Janitor;
 use super::run_folder::{HostProcess, RunFolder, kill_named};
 use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation};
@@ -99,6 +100,7 @@ impl RunscBackend {
                 janitor: Janitor::start().map_err(files)?,
                 watcher: Watcher::start().map_err(files)?,
                 shared,
+                cpu: CpuTime::open(run.path()),
                 run,
                 count: AtomicU64::new(0),
             }),
@@ -149,6 +151,7 @@ struct Machine {
     janitor: Janitor,
     watcher: Watcher,
     shared: bundle::Shared,
+    cpu: CpuTime,
     run: RunFolder,
     /// Sandboxes and snapshots so far.
     count: AtomicU64,
@@ -200,9 +203,12 @@ impl Machine {
         let bundle = format!("--bundle={}", folder.display());
         let pid_flag = format!("--pid-file={}", pid_file.display());
         let arguments = [command, &["--detach", &bundle, &pid_flag, &id]].concat();
+        let cpu = self
+            .cpu
+            .share(&name(&folder).unwrap_or_default(), &spec.limits);
         let started = self
             .runsc
-            .start(activity, &arguments, &folder.join("runsc.log"))
+            .start(activity, &arguments, &cpu, &folder.join("runsc.log"))
             .and_then(|()| {
                 let pid = fs::read_to_string(&pid_file).map_err(files)?;
                 let sandbox = HostProcess::of(pid.trim()).ok_or_else(|| ActorError::Backend {
@@ -215,10 +221,16 @@ impl Machine {
             Ok(life) => {
                 let life = Arc::new(life);
                 self.watcher.watch(&life);
-                Ok(Container { id, folder, life })
+                let cpu = Some(cpu);
+                Ok(Container {
+                    id,
+                    folder,
+                    life,
+                    cpu,
+                })
             }
             Err(error) => {
-                self.delete(id, folder);
+                self.delete(id, folder, Some(cpu));
                 Err(error)
             }
         }
@@ -226,10 +238,11 @@ impl Machine {
 
     /// Deletes a sandbox in the background. `runsc delete` takes seconds for what is a kill and two files:
     /// there is no network and no control group to take down.
-    fn delete(&self, id: String, folder: PathBuf) {
+    fn delete(&self, id: String, folder: PathBuf, cpu: Option<CpuShare>) {
         let state = self.run.path().join("state");
         self.janitor.push(move || {
             kill_named(&folder);
+            drop(cpu);
             for ending in ["state", "lock"] {
                 let _ = fs::remove_file(state.join(format!("{id}_sandbox:{id}.{ending}")));
             }
@@ -254,6 +267,8 @@ struct Container {
     /// Its bundle.
     folder: PathBuf,
     life: Arc<Life>,
+    /// What it may use of the CPUs; taken when it is deleted.
+    cpu: Option<CpuShare>,
 }
 
 #[cfg(test)]

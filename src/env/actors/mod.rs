@@ -32,4 +32,4 @@ pub use instance::{InstanceGrader, TEST_TIMEOUT};
 pub use sandbox::ActorSandbox;
 pub use start::GroupStart;
 pub use tools::{BASH, EDIT, SUBMIT, actor_tools};
-pub use workplace::{Workplace, WorkplaceConfig};
+pub use workplace::{Workplace, WorkplaceConfig, millis};

@@ -188,6 +188,7 @@ impl Workplace {
         spec.limits = ActorLimits {
             memory: mebibytes(environment.memory_mb, limits.memory),
             disk: mebibytes(environment.storage_mb, limits.disk),
+            cpu_millis: environment.cpus.map_or(limits.cpu_millis, millis),
             lifetime: LIFETIME,
             ..limits
         };
@@ -206,6 +207,13 @@ impl Workplace {
         }
         Ok(spec)
     }
+}
+
+/// Returns so many CPUs in thousandths of one, at least the few that let anything be run.
+#[must_use]
+pub fn millis(cpus: f64) -> u32 {
+    let time = Duration::try_from_secs_f64(cpus).unwrap_or(Duration::MAX);
+    u32::try_from(time.as_millis()).unwrap_or(u32::MAX).max(10)
 }
 
 /// The fault of who goes on while the run ends; it is not the policy's.

@@ -111,6 +111,7 @@ pub(crate) fn spec() -> ActorSpec {
         limits: ActorLimits {
             memory: 192 << 20,
             disk: 64 << 20,
+            cpu_millis: 1000,
             processes: 64,
             open_files: 256,
             lifetime: Duration::from_secs(120),

@@ -222,6 +222,7 @@ impl Kubelet {
                 limits: ActorLimits {
                     memory: bytes("memory"),
                     disk: bytes("ephemeral-storage"),
+                    cpu_millis: 1000,
                     processes: 64,
                     open_files: 4096,
                     lifetime: Duration::from_secs(3600),
