@@ -14,15 +14,15 @@ use std::io::Read as _;
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::TryLockError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use fs_err as fs;
 use serde_json::json;
 use tokio::sync::oneshot;
 
-use self::lent::{Lent, LentTools};
+use self::lent::{Lending, LentTools};
 use self::program::{Ended, Program};
 use super::{
     CollectionSeed, CollectorStats, Episode, GroupRequest, RolloutError, RolloutGroup, derive_seed,
@@ -185,7 +185,7 @@ impl<'a> AgentCollector<'a> {
             return vec![episode.into_trajectory()];
         }
         let (messages, lends_tools) = (episode.messages().to_vec(), episode.lends_tools());
-        let lent: Lent = Arc::new(Mutex::new(Some(episode)));
+        let lent = Lending::new(episode);
         // Nobody can guess it, so no agent speaks for another.
         let key = http::uuid4();
         let session = TrainingSession {
@@ -226,9 +226,9 @@ impl<'a> AgentCollector<'a> {
     }
 
     /// Returns an episode that was lent, once a call that is under way has ended; none where nobody waits for that.
-    fn taken_back(&self, lent: &Lent) -> Option<Episode> {
+    fn taken_back(&self, lent: &Lending) -> Option<Episode> {
         loop {
-            match lent.try_lock() {
+            match lent.episode.try_lock() {
                 Ok(mut episode) => return episode.take(),
                 Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner().take(),
                 Err(TryLockError::WouldBlock) if self.stop.load(Ordering::Relaxed) => return None,
