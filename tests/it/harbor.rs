@@ -1,13 +1,14 @@
 //! Harbor tasks: configurations as Harbor reads them, folders, and data sets from a registry.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use rstest::rstest;
 use serde_json::{Map, Value};
 use wardian::task::harbor::{
     HarborError, HarborTask, Registry, TaskConfig, VerifierMode, download,
 };
+
+use crate::repository::git;
 
 const GOLDEN: &str = include_str!("../golden/harbor_task_config.json");
 
@@ -368,23 +369,6 @@ fn a_data_set_is_a_folder_of_tasks_with_names_of_their_own() {
     );
     let error = HarborTask::read_all(&folder.path().join("a/tests")).unwrap_err();
     assert!(matches!(error, HarborError::NoTasks { .. }), "{error}");
-}
-
-/// Runs `git` in a repository of the test's own and returns what it prints.
-fn git(folder: &Path, arguments: &[&str]) -> String {
-    let output = Command::new("git")
-        .args(["-c", "user.name=a", "-c", "user.email=a@b"])
-        .args(arguments)
-        .current_dir(folder)
-        .env("GIT_CONFIG_GLOBAL", "/dev/null")
-        .output()
-        .expect("git is installed");
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
 /// Makes a repository with one task in two versions and returns the commit of the older one.

@@ -19,6 +19,7 @@ mod overlap;
 mod parallel;
 mod proxy;
 mod remote;
+mod repository;
 mod reward_attacks;
 mod run;
 mod run_file_page;

@@ -8,9 +8,10 @@ mod runs;
 pub(crate) use runs::solve_by_script;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::{Value, json};
+
+use crate::repository::commit_base;
 
 /// The tasks that are carried.
 const HARBOR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/harbor");
@@ -79,27 +80,7 @@ fn repository(testbed: &Path) {
         "check() { [ \"$2\" = \"$3\" ] && echo \"PASSED $1\" || { echo \"FAILED $1\"; bad=1; }; }\n",
     );
     write(&testbed.join(".gitignore"), "*.log\n");
-    for arguments in [
-        &["init", "--quiet"][..],
-        &["add", "."],
-        &[
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "commit",
-            "--quiet",
-            "--message=base",
-        ],
-        &["tag", "base"],
-    ] {
-        let status = Command::new("git")
-            .args(arguments)
-            .current_dir(testbed)
-            .env("GIT_CONFIG_GLOBAL", "/dev/null")
-            .status();
-        assert!(status.expect("git is installed").success());
-    }
+    commit_base(testbed);
 }
 
 /// Returns the folders in a folder.
@@ -111,13 +92,5 @@ fn folders_in(folder: &Path) -> Vec<PathBuf> {
 
 /// Returns the command lines of processes that name a folder.
 fn processes_naming(folder: &Path) -> Vec<String> {
-    let name = folder.to_string_lossy();
-    let entries = fs_err::read_dir("/proc").into_iter().flatten().flatten();
-    let lines = entries.filter_map(|entry| {
-        let own = entry.file_name() == *std::process::id().to_string();
-        let line = fs_err::read(entry.path().join("cmdline")).ok()?;
-        let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        (!own && line.contains(&*name)).then_some(line)
-    });
-    lines.collect()
+    crate::actor::processes_naming(&folder.to_string_lossy())
 }

@@ -14,6 +14,8 @@ use wardian::grader::{
     VerdictStatus,
 };
 
+use crate::repository::commit_base;
+
 /// Commands on this machine, with the sandbox's paths below a folder. It keeps nothing in: the tests
 /// here run their own scripts alone.
 pub(super) struct Folder(PathBuf);
@@ -127,27 +129,7 @@ pub(super) fn repository() -> (tempfile::TempDir, Folder) {
         "tests/conftest.py",
         "check() { [ \"$2\" = \"$3\" ] && echo \"PASSED $1\" || { echo \"FAILED $1\"; bad=1; }; }\n",
     );
-    for arguments in [
-        &["init", "--quiet"][..],
-        &["add", "."],
-        &[
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "commit",
-            "--quiet",
-            "--message=base",
-        ],
-        &["tag", "base"],
-    ] {
-        let status = Command::new("git")
-            .args(arguments)
-            .current_dir(&testbed)
-            .env("GIT_CONFIG_GLOBAL", "/dev/null")
-            .status();
-        assert!(status.expect("git is installed").success());
-    }
+    commit_base(&testbed);
     let folder = Folder(root.path().to_owned());
     (root, folder)
 }
