@@ -9,6 +9,7 @@ use std::fmt;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
@@ -138,6 +139,42 @@ pub enum HubRepoKind {
     /// Data sets.
     Dataset,
 }
+
+/// What the hub says to who asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubAnswer {
+    /// Its address.
+    pub endpoint: String,
+    /// What it says of the token.
+    pub token: HubToken,
+    /// The time that it has, as its answer's `Date` says it.
+    pub date: Option<String>,
+}
+
+/// What the hub says of a token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HubToken {
+    /// There is none.
+    Absent,
+    /// It is that of an account.
+    Valid {
+        /// The account's name.
+        account: String,
+    },
+    /// It was refused, with this status.
+    Refused {
+        /// The status.
+        status: u16,
+    },
+    /// The hub answered something else, with this status.
+    Unknown {
+        /// The status.
+        status: u16,
+    },
+}
+
+/// Largest answer about an account that is read.
+const MAX_ACCOUNT_BYTES: u64 = 1 << 20;
 
 /// A cache of the hub's files, with or without the hub behind it.
 #[derive(Clone)]
@@ -335,6 +372,69 @@ impl Hub {
             repository: repository.clone(),
             file: "*.parquet".to_owned(),
         })
+    }
+
+    /// Returns the folder of the cache.
+    #[must_use]
+    pub fn cache_folder(&self) -> &Path {
+        self.cache.path()
+    }
+
+    /// Returns whether only the cache is read.
+    #[must_use]
+    pub fn is_offline(&self) -> bool {
+        self.offline
+    }
+
+    /// Asks the hub whose token this is, or without one whether it is there.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it does not answer within `limit`.
+    pub fn ask(&self, limit: Duration) -> Result<HubAnswer, Box<ureq::Error>> {
+        let endpoint = self.endpoint();
+        let config = ureq::Agent::config_builder()
+            .timeout_global(Some(limit))
+            .http_status_as_error(false);
+        let agent = ureq::Agent::new_with_config(config.build());
+        let mut request = agent.get(format!("{endpoint}/api/whoami-v2"));
+        if let Some(token) = &self.token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        let mut answer = request.call().map_err(Box::new)?;
+        let date = answer.headers().get("date");
+        let date = date.and_then(|date| Some(date.to_str().ok()?.to_owned()));
+        let status = answer.status().as_u16();
+        let account = |answer: &mut ureq::http::Response<ureq::Body>| {
+            let body = answer.body_mut().with_config().limit(MAX_ACCOUNT_BYTES);
+            let body: serde_json::Value = body.read_json().ok()?;
+            Some(body.get("name")?.as_str()?.to_owned())
+        };
+        let token = match (&self.token, status) {
+            (None, _) => HubToken::Absent,
+            (Some(_), 401 | 403) => HubToken::Refused { status },
+            (Some(_), _) => match account(&mut answer) {
+                Some(account) => HubToken::Valid { account },
+                None => HubToken::Unknown { status },
+            },
+        };
+        Ok(HubAnswer {
+            endpoint,
+            token,
+            date,
+        })
+    }
+
+    /// Returns the hub's address, as its client has it.
+    fn endpoint(&self) -> String {
+        let repository = HubRepo {
+            name: "owner/name".to_owned(),
+            revision: "main".to_owned(),
+        };
+        let url = self.api(&repository, HubRepoKind::Model);
+        let url = url.map(|api| api.url("file")).unwrap_or_default();
+        let end = url.find("/owner/name").unwrap_or(url.len());
+        url[..end].to_owned()
     }
 
     fn cached(&self, repository: &HubRepo, kind: HubRepoKind, file: &str) -> Option<PathBuf> {

@@ -94,6 +94,8 @@ enum Command {
     Grade(commands::grade::GradeArgs),
     /// Work with task sets
     Task(commands::task::TaskArgs),
+    /// Check this machine, or what a run needs of it, and say what mends what is wrong
+    Doctor(commands::doctor::DoctorArgs),
     /// Prepare the cached Python runtime, or show where it is
     Runtime(commands::runtime::RuntimeArgs),
     /// Serve commands and files of the machine that this runs in, for actors elsewhere
@@ -132,6 +134,7 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Task(args) => commands::task::run(&args, &printer),
+        Command::Doctor(args) => commands::doctor::run(&args, &printer),
         Command::Runtime(args) => commands::runtime::run(&args, &printer),
         Command::Sandboxd(args) => commands::sandboxd::run(&args, &printer),
         Command::SandboxWorker => commands::sandbox_worker::run(),

@@ -1,6 +1,7 @@
 //! Which backend runs a run's actors, and opening it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::actor::bwrap::BwrapBackend;
 use crate::actor::escalation::{Candidate, Decision, Needs, Rules, Tier, decide};
@@ -53,6 +54,36 @@ pub fn open_backend(
     Ok((backend, why))
 }
 
+/// What a cluster has and allows of what a run's actors need.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClusterReview {
+    /// Whose controllers would make the actors.
+    pub controller: &'static str,
+    /// The namespace that was asked about.
+    pub namespace: String,
+    /// Kinds that the cluster does not have, each with its group and version.
+    pub missing: Vec<String>,
+    /// Verbs with resources that are not allowed, such as `create pods/exec`.
+    pub denied: Vec<String>,
+    /// How many are.
+    pub allowed: usize,
+}
+
+/// Asks the cluster of `config` what it has and allows, for the backend that it names, or `kruise` where it
+/// names none of a cluster; nothing is made.
+///
+/// # Errors
+///
+/// Fails where there is no cluster, where it does not answer within `limit`, and where this program is built
+/// without clusters.
+pub fn review_cluster(config: &ActorConfig, limit: Duration) -> Result<ClusterReview, ActorError> {
+    let name = match config.backend {
+        ActorBackendName::AgentSandbox => ActorBackendName::AgentSandbox,
+        _ => ActorBackendName::Kruise,
+    };
+    cluster::review(name, &config.kubernetes, limit)
+}
+
 /// Opens a backend. One more is opened here, and named in the configuration.
 fn open(
     name: ActorBackendName,
@@ -75,9 +106,12 @@ fn open(
 #[cfg(feature = "k8s")]
 mod cluster {
     use std::sync::Arc;
+    use std::time::Duration;
 
+    use super::ClusterReview;
     use crate::actor::kubernetes::{
-        ApiServer, Controller, KubernetesBackend, KubernetesOptions, Owner, Toleration,
+        AccessReview, ApiServer, Controller, KubernetesBackend, KubernetesOptions, Owner,
+        Toleration, review_access,
     };
     use crate::actor::sandboxd::BearerToken;
     use crate::actor::substrate::{
@@ -94,6 +128,37 @@ mod cluster {
         config: &KubernetesConfig,
         group: usize,
     ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+        let options = kubernetes_options(name, config, group);
+        Ok(Arc::new(KubernetesBackend::open(options)?))
+    }
+
+    pub(super) fn review(
+        name: ActorBackendName,
+        config: &KubernetesConfig,
+        limit: Duration,
+    ) -> Result<ClusterReview, ActorError> {
+        let mut options = kubernetes_options(name, config, 1);
+        options.request_timeout = options.request_timeout.min(limit);
+        let AccessReview {
+            namespace,
+            missing,
+            denied,
+            allowed,
+        } = review_access(&options, limit)?;
+        Ok(ClusterReview {
+            controller: options.controller.name(),
+            namespace,
+            missing,
+            denied,
+            allowed,
+        })
+    }
+
+    fn kubernetes_options(
+        name: ActorBackendName,
+        config: &KubernetesConfig,
+        group: usize,
+    ) -> KubernetesOptions {
         let mut controller = match name {
             ActorBackendName::AgentSandbox => Controller::agent_sandbox(),
             _ => Controller::kruise(),
@@ -134,7 +199,7 @@ mod cluster {
         options.owner = own_pod(config);
         options.request_timeout = config.request_timeout;
         options.ready_timeout = config.ready_timeout;
-        Ok(Arc::new(KubernetesBackend::open(options)?))
+        options
     }
 
     pub(super) fn open_substrate(
@@ -212,9 +277,19 @@ mod cluster {
 #[cfg(not(feature = "k8s"))]
 mod cluster {
     use std::sync::Arc;
+    use std::time::Duration;
 
+    use super::ClusterReview;
     use crate::actor::{ActorBackend, ActorError};
     use crate::config::{ActorBackendName, KubernetesConfig, SubstrateConfig};
+
+    pub(super) fn review(
+        name: ActorBackendName,
+        _config: &KubernetesConfig,
+        _limit: Duration,
+    ) -> Result<ClusterReview, ActorError> {
+        Err(missing(name))
+    }
 
     pub(super) fn open_kubernetes(
         name: ActorBackendName,

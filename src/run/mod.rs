@@ -31,7 +31,7 @@ mod train;
 mod watch;
 mod workbench;
 
-pub use self::backend::open_backend;
+pub use self::backend::{ClusterReview, open_backend, review_cluster};
 pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
 pub use self::evaluate::{by_environment, evaluate};
@@ -44,7 +44,7 @@ pub use self::sft::{SftOptions, SftOutcome, demonstration_traces, sft};
 pub use self::starter::{STARTER, STARTER_RUN, Starter};
 pub use self::summary::{Change, Difference, Measured, Summary};
 pub use self::train::{TrainOptions, new_engine, train};
-pub use self::workbench::{Programs, Workbench, evaluation_tasks};
+pub use self::workbench::{Programs, Workbench, evaluation_tasks, learning_tasks};
 
 use std::time::Duration;
 

@@ -342,6 +342,23 @@ pub(super) fn training_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
     Ok(tasks)
 }
 
+/// Opens the tasks to learn from, those of all environments.
+///
+/// # Errors
+///
+/// Fails where they are not named or cannot be read.
+pub fn learning_tasks(config: &RunConfig) -> Result<TaskSet, RunError> {
+    let sets = of_each_environment(config, training_tasks)?;
+    let all = sets
+        .into_iter()
+        .map(|(_, tasks)| tasks)
+        .reduce(TaskSet::with);
+    match all {
+        Some(tasks) => Ok(tasks),
+        None => training_tasks(config),
+    }
+}
+
 /// Opens the tasks to measure on, those of all environments.
 ///
 /// # Errors

@@ -107,6 +107,21 @@ impl Cache {
         Ok(cache)
     }
 
+    /// Returns whether something was kept under `key`, sound or not.
+    pub(super) fn has(&self, key: &Hash) -> bool {
+        self.key_path(key).exists()
+    }
+
+    /// Returns how many guests are kept, under whatever key.
+    pub(super) fn count(&self) -> usize {
+        let entries = fs_err::read_dir(&self.folder).into_iter().flatten();
+        let is_code = |path: PathBuf| path.extension().is_some_and(|found| found == CODE);
+        entries
+            .flatten()
+            .filter(|entry| is_code(entry.path()))
+            .count()
+    }
+
     /// Returns the guest of `key`, if there is a sound one.
     ///
     /// # Errors

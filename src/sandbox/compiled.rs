@@ -69,6 +69,45 @@ impl fmt::Display for Progress {
     }
 }
 
+/// What the cache has of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CachedGuest {
+    /// Nothing: there is no cache folder.
+    NoFolder,
+    /// It is there, and its content is what was stored.
+    Ready,
+    /// It is not there.
+    Absent {
+        /// Guests of other versions, machines or settings that are.
+        others: usize,
+    },
+    /// It is there, and its content is another than what was stored, or is gone.
+    Damaged,
+}
+
+impl CachedGuest {
+    /// Looks a guest up without preparing it.
+    pub(super) fn find(
+        engine: &Engine,
+        guest: &Guest,
+        folder: &CacheFolder,
+    ) -> Result<Self, SandboxError> {
+        let Some(folder) = folder.path() else {
+            return Ok(Self::NoFolder);
+        };
+        let cache = Cache::open(folder)?;
+        let key = cache_key(engine, guest);
+        Ok(match cache.load(&key)? {
+            Some(_) => Self::Ready,
+            None if cache.has(&key) => Self::Damaged,
+            None => Self::Absent {
+                others: cache.count(),
+            },
+        })
+    }
+}
+
 /// A frozen guest, compiled for one engine.
 pub(super) struct CompiledGuest {
     /// Hash of the frozen guest, which does not depend on the machine.

@@ -53,7 +53,7 @@ mod workers;
 pub use bridge::{Dialogue, DialogueOutcome, Message, Round, Served};
 pub use cache::CacheFolder;
 pub use cancel::Cancel;
-pub use compiled::Progress;
+pub use compiled::{CachedGuest, Progress};
 pub use error::SandboxError;
 pub use guest::{Guest, RuntimeName};
 pub use limits::Limits;

@@ -13,7 +13,7 @@ use wasmtime::{Config, Engine, InstancePre, Linker, Module, Store};
 use super::bridge::{Dialogue, DialogueOutcome};
 use super::cache::CacheFolder;
 use super::cancel::Cancel;
-use super::compiled::{CompiledGuest, Progress};
+use super::compiled::{CachedGuest, CompiledGuest, Progress};
 use super::error::SandboxError;
 use super::guest::{Guest, Source};
 use super::host::Host;
@@ -325,6 +325,17 @@ impl WasmRuntime {
                 _ticker: ticker,
             }),
         })
+    }
+
+    /// Returns what the cache has of the guest of `options`, without preparing it.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the cache cannot be used, or if wasmtime cannot be set up on this machine.
+    pub fn cached(options: &RuntimeOptions) -> Result<CachedGuest, SandboxError> {
+        let meter = options.guest.meter(options.meter);
+        let engine = engine(meter, options.guest.interface())?;
+        CachedGuest::find(&engine, &options.guest, &options.cache)
     }
 
     /// Runs a program in a fresh interpreter.

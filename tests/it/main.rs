@@ -5,6 +5,7 @@ mod agent;
 mod chat;
 mod cli;
 mod config;
+mod doctor;
 mod engine;
 mod golden;
 mod grader;

@@ -65,33 +65,69 @@ pub(super) async fn check(
     rights: &[Right],
 ) -> Result<(), ActorError> {
     let unusable = |reason: String| Err(ActorError::Unusable { backend, reason });
-    let mut denied = Vec::new();
-    for right in rights {
-        if !is_known(link, &right.kind).await? {
-            return unusable(format!(
-                "needs `{}` of `{}`, which the cluster does not have; install its controllers, or name the \
-                 group and version that it has",
-                right.kind.kind, right.kind.api_version
-            ));
-        }
-        for verb in right.verbs {
-            if !is_allowed(link, right, verb).await? {
-                let group = match right.kind.group.as_str() {
-                    "" => String::new(),
-                    group => format!(".{group}"),
-                };
-                denied.push(format!("{verb} {}{group}", right.resource()));
-            }
-        }
+    let review = review(link, rights).await?;
+    if let Some(kind) = review.missing.first() {
+        return unusable(format!(
+            "needs {kind}, which the cluster does not have; install its controllers, or name the group and \
+             version that it has"
+        ));
     }
-    match denied.is_empty() {
+    match review.denied.is_empty() {
         true => Ok(()),
         false => unusable(format!(
             "may not {} in the namespace `{}`; add a Role that allows it",
-            denied.join(", "),
+            review.denied.join(", "),
             link.namespace
         )),
     }
+}
+
+/// What a cluster has and allows of what a backend needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AccessReview {
+    /// The namespace that was asked about.
+    pub namespace: String,
+    /// Kinds that the cluster does not have, each with its group and version.
+    pub missing: Vec<String>,
+    /// Verbs with resources that are not allowed, such as `create pods/exec`.
+    pub denied: Vec<String>,
+    /// How many are.
+    pub allowed: usize,
+}
+
+/// Asks for all kinds, and for all rights to those that there are.
+///
+/// # Errors
+///
+/// Fails where the server does not answer.
+pub(super) async fn review(link: &Link, rights: &[Right]) -> Result<AccessReview, ActorError> {
+    let mut review = AccessReview {
+        namespace: link.namespace.clone(),
+        missing: Vec::new(),
+        denied: Vec::new(),
+        allowed: 0,
+    };
+    for right in rights {
+        if !is_known(link, &right.kind).await? {
+            let (kind, version) = (&right.kind.kind, &right.kind.api_version);
+            review.missing.push(format!("`{kind}` of `{version}`"));
+            continue;
+        }
+        for verb in right.verbs {
+            if is_allowed(link, right, verb).await? {
+                review.allowed += 1;
+                continue;
+            }
+            let group = match right.kind.group.as_str() {
+                "" => String::new(),
+                group => format!(".{group}"),
+            };
+            review
+                .denied
+                .push(format!("{verb} {}{group}", right.resource()));
+        }
+    }
+    Ok(review)
 }
 
 async fn is_known(link: &Link, kind: &ApiResource) -> Result<bool, ActorError> {

@@ -42,6 +42,7 @@ use std::time::Duration;
 use kube::core::ApiResource;
 use serde_json::Value;
 
+pub use self::access::AccessReview;
 use self::actor::KubernetesActor;
 use self::cluster::{Cluster, Link};
 use self::images::Images;
@@ -118,11 +119,7 @@ impl KubernetesBackend {
             let kinds = kinds(&sandboxes, &options);
             let link = cluster.link().clone();
             let options = options.clone();
-            let mut rights = access::common();
-            rights.extend(sandboxes.rights());
-            if options.builds.is_some() {
-                rights.extend(Images::rights());
-            }
+            let rights = rights(&sandboxes, &options);
             let most = link.limit * REQUESTS;
             cluster.wait("opening the cluster", most, async move {
                 access::check(&link, options.controller.name(), &rights).await?;
@@ -181,6 +178,34 @@ impl KubernetesBackend {
             })
         })
     }
+}
+
+/// Asks a cluster what it has and allows of what a backend with these options needs; nothing is made.
+///
+/// # Errors
+///
+/// Fails where there is no cluster, where it does not answer, and where that takes longer than `limit`.
+pub fn review_access(
+    options: &KubernetesOptions,
+    limit: Duration,
+) -> Result<AccessReview, ActorError> {
+    options.check()?;
+    let cluster = Cluster::connect(options)?;
+    let rights = rights(&Sandboxes::new(&options.controller), options);
+    let link = cluster.link().clone();
+    cluster.wait("asking what is allowed", limit, async move {
+        access::review(&link, &rights).await
+    })
+}
+
+/// Returns the rights that a backend needs.
+fn rights(sandboxes: &Sandboxes, options: &KubernetesOptions) -> Vec<access::Right> {
+    let mut rights = access::common();
+    rights.extend(sandboxes.rights());
+    if options.builds.is_some() {
+        rights.extend(Images::rights());
+    }
+    rights
 }
 
 /// Returns the kinds of a run in the order in which they are deleted.

@@ -2,6 +2,7 @@
 
 pub(super) mod bench;
 pub(super) mod chat;
+pub(super) mod doctor;
 pub(super) mod eval;
 mod eval_endpoint;
 pub(super) mod exec;

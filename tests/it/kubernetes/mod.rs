@@ -6,6 +6,7 @@
 
 mod conformance;
 mod controller;
+mod doctor;
 mod exec;
 mod faults;
 mod images;

@@ -30,7 +30,7 @@ use buffer::Reusable;
 pub(crate) use buffer::{Buffer, free_unused};
 pub(crate) use matmul::{Matrix, Write, matmul};
 use panels::Vectorized;
-pub use panels::WeightFormat;
+pub use panels::{CpuKernels, WeightFormat};
 pub(crate) use panels::{
     Orientation, Packed, PackedRows, PairProduct, Panels, Product, RowPairs, Term, TermRows,
     add_outer_products, add_outer_products_of_pairs, add_to_rows, linear, linears,

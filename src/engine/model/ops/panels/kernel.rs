@@ -151,6 +151,17 @@ impl Level {
             .expect("the last one is always there")
     }
 
+    /// Returns its name, as of the processor's instructions.
+    pub(in super::super) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::V4 => "AVX-512",
+            #[cfg(target_arch = "x86_64")]
+            Self::V3 => "AVX2",
+            Self::Plain => "plain",
+        }
+    }
+
     /// Returns the most rows of a tile: what leaves registers for the panel and the row's value.
     pub(in super::super) fn rows(self) -> usize {
         match self {

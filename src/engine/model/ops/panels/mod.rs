@@ -55,6 +55,27 @@ const MIN_GROUPS: usize = 8;
 /// Tasks for each thread where a task turns its panel, so that none waits long for the last.
 const TASKS_PER_THREAD: usize = 4;
 
+/// The instructions that this machine's products run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CpuKernels {
+    /// Of products in `f32`: `AVX-512`, `AVX2` or `plain`.
+    pub single: &'static str,
+    /// Whether the processor has an instruction for products in bf16, which others make up for to the same
+    /// bits.
+    pub has_bf16: bool,
+}
+
+impl CpuKernels {
+    /// Returns those that are the fastest here.
+    #[must_use]
+    pub fn best() -> Self {
+        Self {
+            single: Level::best().name(),
+            has_bf16: pairs::has_instruction(),
+        }
+    }
+}
+
 /// A weight matrix `[outputs, inputs]`, packed.
 pub(crate) struct Panels<T> {
     values: Stored<T>,

@@ -256,6 +256,11 @@ struct PairTile<'a> {
     panel: &'a [u32],
 }
 
+/// Returns whether this machine has the instruction for sums of pairs.
+pub(super) fn has_instruction() -> bool {
+    Dots::best() != Dots::Emulated
+}
+
 /// How sums of pairs are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dots {
