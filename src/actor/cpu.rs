@@ -173,7 +173,7 @@ fn places(mounts: &str, own: &str) -> Vec<(Version, PathBuf)> {
         });
         let inside = group.and_then(|group| Path::new(group).strip_prefix(root).ok());
         for place in [
-            Some(Path::new(point).join(inside.unwrap_or(Path::new("")))),
+            Some(Path::new(point).join(inside.unwrap_or_else(|| Path::new("")))),
             Some(point.into()),
         ]
         .into_iter()

@@ -29,6 +29,8 @@ const MANAGED_BY: (&str, &str) = ("app.kubernetes.io/managed-by", "wardian");
 const HOLDS: u64 = 90;
 /// Time between renewals.
 const RENEWAL: Duration = Duration::from_secs(20);
+/// How long the pods of a crashed run are waited for.
+const LINGERS: Duration = Duration::from_secs(10);
 /// What clocks of two machines may differ.
 const SKEW: SignedDuration = SignedDuration::from_secs(60);
 
@@ -169,37 +171,63 @@ impl Run {
         }
     }
 
-    /// Deletes what the run has in the cluster, the lease last, and waits for `patience` until its
-    /// sandboxes are gone.
+    /// Deletes what the run has in the cluster, and waits for `patience` until its pods are gone.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`delete_instance`] does.
     pub(super) async fn end(
         &self,
         link: &Link,
         kinds: &[ApiResource],
         patience: Duration,
     ) -> Result<(), ActorError> {
-        let labels = format!("{INSTANCE}={}", self.instance);
-        delete_all(link, kinds, &labels).await?;
-        let until = tokio::time::Instant::now() + patience;
-        let mut pause = Duration::from_millis(50);
-        loop {
-            let mut left = 0;
-            for kind in kinds.iter().chain([&pods()]) {
-                left += link.list(kind, &labels).await?.len();
-            }
-            if left == 0 {
-                break;
-            }
-            if tokio::time::Instant::now() >= until {
-                tracing::warn!(left, "objects of the run are still being deleted");
-                break;
-            }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(Duration::from_secs(1));
-        }
-        link.delete(&network_policies(), &self.name("deny-all"))
-            .await?;
-        link.delete(&leases(), &self.lease()).await
+        delete_instance(link, kinds, &self.instance, patience).await
     }
+}
+
+/// Deletes what one life of a run has in the cluster: its objects, what kept its pods from the network once they are
+/// gone, the lease last. Where pods are still there after `patience`, their policy stays, owned by nobody: the next
+/// run deletes it.
+///
+/// # Errors
+///
+/// Fails where the server does not answer.
+async fn delete_instance(
+    link: &Link,
+    kinds: &[ApiResource],
+    instance: &str,
+    patience: Duration,
+) -> Result<(), ActorError> {
+    let labels = format!("{INSTANCE}={instance}");
+    delete_all(link, kinds, &labels).await?;
+    let until = tokio::time::Instant::now() + patience;
+    let mut pause = Duration::from_millis(50);
+    let left = loop {
+        let mut left = 0;
+        for kind in kinds.iter().chain([&pods()]) {
+            left += link.list(kind, &labels).await?.len();
+        }
+        if left == 0 || tokio::time::Instant::now() >= until {
+            break left;
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_secs(1));
+    };
+    let policies = network_policies();
+    if left == 0 {
+        delete_all(link, &[policies], &labels).await?;
+    } else {
+        tracing::warn!(left, %instance, "objects of a run are still being deleted");
+        // With their owner, the lease, the cluster deletes them in no particular order.
+        let alone = json!({ "metadata": { "ownerReferences": null } });
+        for policy in link.list(&policies, &labels).await? {
+            if let Some(name) = policy["metadata"]["name"].as_str() {
+                link.merge(&policies, name, &alone).await?;
+            }
+        }
+    }
+    delete_all(link, &[leases()], &labels).await
 }
 
 /// Deletes what runs left that do not renew their lease any more; returns how many there were.
@@ -233,9 +261,7 @@ pub(super) async fn delete_leftovers(
     let dead: Vec<_> = found.difference(&live).collect();
     for instance in &dead {
         tracing::info!(%instance, "deleting what a run left in the cluster");
-        let labels = format!("{INSTANCE}={instance}");
-        delete_all(link, kinds, &labels).await?;
-        delete_all(link, &[network_policies(), leases()], &labels).await?;
+        delete_instance(link, kinds, instance, LINGERS).await?;
     }
     Ok(dead.len())
 }

@@ -133,6 +133,39 @@ fn the_runs_owner_takes_everything_with_it() {
     scene.close();
 }
 
+/// A pod that nobody can delete yet, as on a node that does not answer, keeps what keeps it from the network.
+#[test]
+fn no_pod_outlives_its_network_policy() {
+    let mut scene = kruise();
+    let policy = |scene: &Scene| scene.cluster.store().list(&POLICY);
+    let instance = policy(&scene)[0]["metadata"]["labels"]["wardian-instance"].clone();
+    let labels = json!({
+        "app.kubernetes.io/managed-by": "wardian", "wardian-instance": instance,
+    });
+    let pod = json!({
+        "metadata": { "name": "stuck", "labels": labels }, "spec": { "containers": [{ "image": "other" }] },
+    });
+    scene.cluster.store().create(&POD, pod).unwrap();
+    // The run has crashed, and the next ones clean up after it.
+    let _crashed = ManuallyDrop::new(scene.backend.take());
+    let lease = scene.cluster.store().list(&LEASE).remove(0);
+    let name = lease["metadata"]["name"].as_str().unwrap();
+    scene.cluster.store().update(&LEASE, name, |lease| {
+        lease["spec"]["renewTime"] = "2026-01-01T00:00:00.000000Z".into();
+    });
+    for _ in 0..2 {
+        drop(KubernetesBackend::open(scene.options(Family::agent_sandbox())).unwrap());
+        let left = policy(&scene);
+        assert_eq!(left.len(), 1);
+        assert_eq!(left[0]["metadata"]["labels"]["wardian-instance"], instance);
+        assert!(left[0]["metadata"]["ownerReferences"].is_null(), "{left:?}");
+        assert!(scene.cluster.store().list(&LEASE).is_empty());
+    }
+    scene.cluster.store().delete(&POD, "stuck").unwrap();
+    drop(KubernetesBackend::open(scene.options(Family::kruise())).unwrap());
+    scene.close();
+}
+
 #[test]
 fn what_a_crashed_run_left_is_deleted_and_what_lives_is_not() {
     for family in [Family::kruise(), Family::agent_sandbox()] {
