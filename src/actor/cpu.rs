@@ -172,13 +172,10 @@ fn places(mounts: &str, own: &str) -> Vec<(Version, PathBuf)> {
             is_its.then_some(path)
         });
         let inside = group.and_then(|group| Path::new(group).strip_prefix(root).ok());
-        for place in [
-            Some(Path::new(point).join(inside.unwrap_or_else(|| Path::new("")))),
-            Some(point.into()),
-        ]
-        .into_iter()
-        .flatten()
-        {
+        let topmost = PathBuf::from(point);
+        let own = inside.map_or_else(|| topmost.clone(), |inside| topmost.join(inside));
+        for place in [own, topmost] {
+            // Without the stroke that joining nothing leaves.
             let place: PathBuf = place.components().collect();
             if !places.contains(&(version, place.clone())) {
                 places.push((version, place));
@@ -320,6 +317,31 @@ mod tests {
             entries.filter(move |entry| entry.file_name().to_string_lossy().starts_with(prefix))
         });
         assert_eq!(left.count(), 0);
+    }
+
+    #[test]
+    fn groups_of_runs_that_crashed_are_removed() {
+        let place = tempfile::tempdir().unwrap();
+        let live = format!("wardian-{}-a-a0", std::process::id());
+        // No process has so large a number.
+        for name in [
+            "wardian-4294967295-a-a0",
+            "wardian-of-others",
+            "other",
+            &live,
+        ] {
+            fs::create_dir(place.path().join(name)).unwrap();
+        }
+        remove_left(place.path());
+        let mut left: Vec<_> = fs::read_dir(place.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        assert_eq!(
+            left,
+            ["other".to_owned(), live, "wardian-of-others".to_owned()]
+        );
     }
 
     #[test]

@@ -223,6 +223,8 @@ fn state(pid: Pid) -> Option<(u8, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
     use super::*;
 
     #[test]
@@ -234,7 +236,9 @@ mod tests {
         let start = |folder: &Path| {
             let argument = format!("--root={}", folder.join("state").display());
             std::process::Command::new("sh")
-                .args(["-c", "sleep 1000; true", &argument])
+                // It waits by itself: a program that it started would outlive it.
+                .args(["-c", "read line", &argument])
+                .stdin(std::process::Stdio::piped())
                 .spawn()
                 .unwrap()
         };
@@ -242,13 +246,13 @@ mod tests {
         let mut child = start(live.path());
         let other = RunFolder::open(base.path()).unwrap();
         assert!(!crashed.exists());
-        let gone = orphan.wait().unwrap();
-        assert!(!gone.success(), "{gone}");
+        let killed = Some(Signal::KILL.as_raw());
+        assert_eq!(orphan.wait().unwrap().signal(), killed);
         assert!(live.path().exists() && child.try_wait().unwrap().is_none());
         let path = live.path().to_owned();
         drop(live);
         assert!(!path.exists());
-        assert!(!child.wait().unwrap().success());
+        assert_eq!(child.wait().unwrap().signal(), killed);
         assert!(other.path().exists());
     }
 }

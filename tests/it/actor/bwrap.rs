@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use wardian::actor::{ActorBackend as _, ActorCommand, ActorSpec, Ending, RootFs};
 
-use super::{bwrap, sh, spec, text};
+use super::{assert_cpu_time_is_bounded, bwrap, sh, spec, text};
 
 #[test]
 fn the_hosts_files_processes_and_network_are_out_of_reach() {
@@ -163,4 +163,11 @@ fn variables_of_a_command_reach_no_program_of_the_hosts() {
     // The loader complains once, for the one program inside that it loads.
     let told = output.stderr.text();
     assert_eq!(told.matches("/nothing.so").count(), 1, "{told}");
+}
+
+#[test]
+fn cpu_time_is_bounded() {
+    let scene = bwrap();
+    assert_cpu_time_is_bounded(&scene);
+    scene.close();
 }

@@ -145,3 +145,55 @@ pub(super) fn bwrap() -> Scene<BwrapBackend> {
         base,
     }
 }
+
+/// An actor whose program takes all the CPU time that it can get is held back: by a control group that its processes
+/// are in, or, where none can be made, by being bound to a processor.
+pub(super) fn assert_cpu_time_is_bounded<B: ActorBackend>(scene: &Scene<B>) {
+    let mut spec = spec();
+    spec.limits.cpu_millis = 300;
+    let actor = scene.backend().create(&spec).unwrap();
+    let base = scene.base.path().to_string_lossy().into_owned();
+    let busy = ActorCommand {
+        timeout: Duration::from_secs(10),
+        ..ActorCommand::shell("for _ in 1 2 3; do (while :; do :; done) & done; wait")
+    };
+    let is_held_back = || {
+        let entries = fs_err::read_dir("/proc").unwrap().flatten();
+        let mut processes = entries.map(|entry| entry.path()).filter(|path| {
+            let line = fs_err::read(path.join("cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains(&base)
+        });
+        processes.any(|path| {
+            let read = |name: &str| fs_err::read_to_string(path.join(name)).unwrap_or_default();
+            let groups = read("cgroup");
+            let group = groups.lines().find(|line| line.contains("/wardian-"));
+            let Some(group) = group.and_then(|line| line.splitn(3, ':').nth(2)) else {
+                let status = read("status");
+                let bound = status
+                    .lines()
+                    .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+                let bound = bound.unwrap_or_default().trim();
+                return !bound.is_empty() && bound.bytes().all(|byte| byte.is_ascii_digit());
+            };
+            ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup"]
+                .iter()
+                .any(|mount| {
+                    let stat = fs_err::read_to_string(format!("{mount}{group}/cpu.stat"));
+                    let stat = stat.unwrap_or_default();
+                    let held = stat
+                        .lines()
+                        .find_map(|line| line.strip_prefix("nr_throttled "));
+                    held.is_some_and(|held| held != "0")
+                })
+        })
+    };
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| actor.exec(&busy).unwrap());
+        let mut was_held_back = false;
+        while !running.is_finished() && !was_held_back {
+            was_held_back = is_held_back();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert!(was_held_back, "{:?}", running.join());
+    });
+}

@@ -9,7 +9,7 @@ use wardian::actor::{
     ActorBackend as _, ActorCommand, ActorError, ActorSpec, Ending, RootFs, TreeLimits, WarmPool,
 };
 
-use super::{processes_naming, runs, runsc, sh, spec, text};
+use super::{assert_cpu_time_is_bounded, processes_naming, runs, runsc, sh, spec, text};
 
 #[test]
 fn the_kernel_is_not_the_hosts() {
@@ -545,4 +545,11 @@ fn names_below(folder: &Path) -> impl Iterator<Item = String> {
         }
     }
     names.into_iter()
+}
+
+#[test]
+fn cpu_time_is_bounded() {
+    let scene = runsc();
+    assert_cpu_time_is_bounded(&scene);
+    scene.close();
 }
