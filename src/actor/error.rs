@@ -126,6 +126,17 @@ pub enum ActorError {
         /// Of what.
         unit: &'static str,
     },
+    /// What a task keeps of an actor is larger together than it may be.
+    #[error(
+        "the artifacts of the task hold more than {limit} {unit} together; `actor.artifacts` is how many bytes they \
+         may hold"
+    )]
+    TooManyArtifacts {
+        /// The most that they may have.
+        limit: u64,
+        /// Of what.
+        unit: &'static str,
+    },
     /// A tree holds what it must not.
     #[error("the tree cannot be used: {reason}")]
     HostileTree {
@@ -153,6 +164,7 @@ impl ActorError {
                 | Self::Unreadable { .. }
                 | Self::Unwritable { .. }
                 | Self::TreeTooLarge { .. }
+                | Self::TooManyArtifacts { .. }
                 | Self::HostileTree { .. }
         )
     }

@@ -39,7 +39,8 @@ pub struct ActorConfig {
     /// instance of SWE-bench; in the image unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub repositories: Option<PathBuf>,
-    /// Rollouts that have an actor at a time; 8 unless given. Others wait for one, at their first call of a tool.
+    /// Rollouts that have an actor at a time; 8 unless given. Others wait for one, at their first call of a tool or,
+    /// where an agent plays them, before it begins.
     /// A verifier of its own is one more for as long as it takes.
     pub max_actors: usize,
     /// Memory of an actor, where its task does not say; 2GiB unless given.
@@ -48,6 +49,10 @@ pub struct ActorConfig {
     /// What an actor may write to files, where its task does not say; 2GiB unless given.
     #[serde(with = "units::byte_size")]
     pub disk: ByteSize,
+    /// What the artifacts of a Harbor task may hold together, which are handed to a verifier of its own; 256MiB
+    /// unless given. Of each rollout that is judged as much is in memory, a few times over.
+    #[serde(with = "units::byte_size")]
+    pub artifacts: ByteSize,
     /// CPUs that an actor may use, where its task does not say; 1 unless given, and parts of one will do. What it
     /// is kept to it by depends on the backend (docs/heavy-tier.md); templates of Substrate have a key of their own.
     pub cpus: f64,
@@ -79,6 +84,7 @@ impl Default for ActorConfig {
             max_actors: 8,
             memory: ByteSize::gib(2),
             disk: ByteSize::gib(2),
+            artifacts: ByteSize::mib(256),
             cpus: 1.0,
             processes: 512,
             command_timeout: Duration::from_mins(1),
@@ -176,6 +182,12 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         );
     }
     issues.require(
+        (ByteSize::mib(1)..=ByteSize::gib(16)).contains(&actor.artifacts),
+        key("artifacts"),
+        actor.artifacts,
+        "make it from 1MiB to 16GiB",
+    );
+    issues.require(
         (MIN_CPUS..=MAX_CPUS).contains(&actor.cpus),
         key("cpus"),
         actor.cpus,
@@ -249,6 +261,7 @@ mod tests {
             ("actor.memory = '1MiB'", "actor.memory"),
             ("actor.disk = '1MiB'", "actor.disk"),
             ("actor.processes = 1", "actor.processes"),
+            ("actor.artifacts = '1KiB'", "actor.artifacts"),
             ("actor.cpus = 0.0", "actor.cpus"),
             ("actor.cpus = nan", "actor.cpus"),
             ("actor.command_timeout = '0s'", "actor.command_timeout"),

@@ -380,7 +380,8 @@ pub struct AgentConfig {
     pub isolation: AgentIsolation,
     /// Paths that a sandbox shows it, to read, besides the system's programs; none unless given.
     pub mounts: Vec<PathBuf>,
-    /// Programs at a time; 8 unless given.
+    /// Programs at a time; 8 unless given. Those whose tasks need an actor wait for one of `actor.max_actors`, in no
+    /// time of theirs.
     pub concurrency: usize,
     /// The longest that one may take, after which what it has left is graded; 10m unless given.
     #[serde(with = "units::duration")]

@@ -62,6 +62,21 @@ pub struct StepResult {
     pub fault: Option<String>,
 }
 
+impl StepResult {
+    /// Returns what a step gives back behind which the episode goes on.
+    #[must_use]
+    pub fn goes_on(observation: Vec<Message>) -> Self {
+        Self {
+            observation,
+            reward: None,
+            rewards: IndexMap::new(),
+            done: false,
+            status: None,
+            fault: None,
+        }
+    }
+}
+
 /// What one episode used, for the metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EpisodeStats {
@@ -131,6 +146,17 @@ pub trait Environment: Send {
     /// Whether an agent that is a program of its own can use its tools by [`Environment::use_tool`].
     fn lends_tools(&self) -> bool {
         false
+    }
+
+    /// Gets what its tools work with before an agent that is a program of its own begins, so that none of the
+    /// agent's time passes while it waits for that. It waits no longer once `is_over`.
+    ///
+    /// # Errors
+    ///
+    /// Fails only where the environment failed: no agent was there yet.
+    fn open_tools(&mut self, is_over: &dyn Fn() -> bool) -> Result<(), EnvError> {
+        let _ = is_over;
+        Ok(())
     }
 
     /// Uses a tool for an agent that is a program of its own and has turns of its own; returns what it is told.

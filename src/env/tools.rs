@@ -244,7 +244,7 @@ impl ToolEnvironment {
         }
         let Some(code) = last_code_block(content) else {
             self.is_well_formed = false;
-            return Ok(continued(vec![Message::user(
+            return Ok(StepResult::goes_on(vec![Message::user(
                 "There is no code in your answer. Reply with one Python code block.",
             )]));
         };
@@ -256,7 +256,7 @@ impl ToolEnvironment {
         };
         self.answer = Some(code);
         let output = describe_outcome(&outcome, self.config.max_output_chars);
-        Ok(continued(vec![Message::user(format!(
+        Ok(StepResult::goes_on(vec![Message::user(format!(
             "Running your code with the visible tests gave:\n{output}\nReply with a corrected \
              Python code block."
         ))]))
@@ -278,17 +278,6 @@ impl ToolEnvironment {
         };
         let outcome = self.run(&program, stdin)?;
         Ok((!outcome.exit.is_success()).then_some(outcome))
-    }
-}
-
-fn continued(observation: Vec<Message>) -> StepResult {
-    StepResult {
-        observation,
-        reward: None,
-        rewards: IndexMap::new(),
-        done: false,
-        status: None,
-        fault: None,
     }
 }
 
@@ -392,7 +381,7 @@ impl Environment for ToolEnvironment {
                     }
                 }
             }
-            continued(observation)
+            StepResult::goes_on(observation)
         };
         if !result.done && self.turns >= self.config.max_turns {
             result = self.close(None);

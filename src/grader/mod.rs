@@ -46,6 +46,7 @@ pub use harbor::{
 };
 pub use place::{
     GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+    GradingUser,
 };
 pub use program::{ProgramGrader, ProgramKind, SubmissionKind};
 pub use registry::{GRADERS, GraderRegistry};

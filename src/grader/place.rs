@@ -7,6 +7,15 @@ use std::time::Duration;
 
 use indexmap::IndexMap;
 
+/// Who a command runs as, in numbers of the sandbox's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GradingUser {
+    /// The user.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+}
+
 /// A command for a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GradingCommand {
@@ -16,6 +25,8 @@ pub struct GradingCommand {
     pub workdir: Option<String>,
     /// Variables besides the sandbox's.
     pub env: IndexMap<String, String>,
+    /// Who it runs as; the sandbox's own user where none.
+    pub user: Option<GradingUser>,
     /// How long it may take.
     pub timeout: Duration,
 }
@@ -28,6 +39,7 @@ impl GradingCommand {
             argv,
             workdir: None,
             env: IndexMap::new(),
+            user: None,
             timeout,
         }
     }

@@ -282,6 +282,17 @@ impl Episode {
         self.environment.lends_tools()
     }
 
+    /// Gets what the tools work with before an agent that is a program of its own begins, as
+    /// [`Environment::open_tools`].
+    pub(super) fn open_tools(&mut self, is_over: &dyn Fn() -> bool) {
+        let opened = catch_unwind(AssertUnwindSafe(|| self.environment.open_tools(is_over)));
+        match opened {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => self.fail(&error),
+            Err(_) => self.fail(&std::io::Error::other("the environment panicked")),
+        }
+    }
+
     /// Uses a tool for an agent that is a program of its own; returns what it is told, or nothing where the
     /// environment has failed.
     pub(super) fn use_tool(&mut self, call: &ToolCall) -> Option<String> {
@@ -401,14 +412,7 @@ mod tests {
                 Ok(call) => call.name.clone(),
                 Err(error) => error.to_string(),
             });
-            Ok(StepResult {
-                observation: said.map(Message::tool).collect(),
-                reward: None,
-                rewards: IndexMap::new(),
-                done: false,
-                status: None,
-                fault: None,
-            })
+            Ok(StepResult::goes_on(said.map(Message::tool).collect()))
         }
 
         fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {

@@ -240,14 +240,9 @@ mod tests {
                 let source = "the others do not come".into();
                 return Err(EnvError::Remote { source });
             }
-            Ok(StepResult {
-                observation: vec![Message::user(turn.content.clone())],
-                reward: None,
-                rewards: IndexMap::new(),
-                done: false,
-                status: None,
-                fault: None,
-            })
+            Ok(StepResult::goes_on(vec![Message::user(
+                turn.content.clone(),
+            )]))
         }
 
         fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {

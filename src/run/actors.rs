@@ -170,6 +170,7 @@ impl Actors {
                     processes: config.processes,
                     ..ActorLimits::default()
                 },
+                artifacts: config.artifacts.as_u64(),
                 max_actors: config.max_actors,
             },
         )))

@@ -1,17 +1,48 @@
 //! The tool `edit`: files are changed here, as bytes that come from the actor and go back.
+//!
+//! They are read and written by commands of the policy's own user, who so has no rights but those of `bash`.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::actor::{Actor, ActorError, Entry, FileTree, TreeLimits};
+use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Ending, User};
 use crate::chat::ToolCall;
 
 /// The largest file that is edited.
-const MAX_FILE: u64 = 1 << 20;
+const MAX_FILE: usize = 1 << 20;
 
 /// The longest path that Linux takes.
 const MAX_PATH: usize = 4095;
+
+/// The most bytes that are listed of a folder.
+const MAX_LISTING: usize = 2000;
+
+/// How long reading or writing a file may take.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What [`READ`] ends with of what is no plain file.
+const NO_FILE: i32 = 41;
+/// Of a folder, whose names it prints.
+const FOLDER: i32 = 42;
+/// Of what is not there.
+const GONE: i32 = 43;
+
+/// Prints the file `$1`, or so many bytes (`$2`) of what is in the folder (`$3`).
+const READ: &str = r#"
+[ -L "$1" ] && exit 41
+if [ -d "$1" ]; then ls -ap "$1" | head -c "$3"; exit 42; fi
+[ -f "$1" ] && exec head -c "$2" "$1"
+[ -e "$1" ] && exit 41
+exit 43
+"#;
+
+/// Writes its input to the file `$1` in the folder `$2`; one that is there keeps its rights.
+const WRITE: &str = r#"
+if [ -e "$1" ] && [ ! -f "$1" ]; then echo "it is no plain file" >&2; exit 1; fi
+mkdir -p "$2" && cat > "$1"
+"#;
 
 /// What came of a call: what the policy is told, and whether that is a failure.
 pub(super) type Edited = Result<String, String>;
@@ -28,31 +59,31 @@ enum Edit<'a> {
 /// # Errors
 ///
 /// Fails where the actor does, by our fault or because it has ended; what the policy asks wrongly is told to it.
-pub(super) fn edit(actor: &dyn Actor, call: &ToolCall) -> Result<Edited, ActorError> {
+pub(super) fn edit(
+    actor: &dyn Actor,
+    user: Option<User>,
+    call: &ToolCall,
+) -> Result<Edited, ActorError> {
     let (path, edit) = match read(call) {
         Ok(read) => read,
         Err(refusal) => return Ok(Err(refusal)),
     };
     let path = actor.spec().workdir.join(path);
-    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
-        return Ok(Err(format!("`{}` is no file", path.display())));
-    };
-    let (folder, name) = (folder.to_owned(), PathBuf::from(name));
+    let files = Files { actor, user };
     let told = match edit {
-        Edit::View { first, last } => match text_of(actor, &path)? {
-            Ok((text, _)) => view(&text, first, last),
+        Edit::View { first, last } => match files.text(&path)? {
+            Ok(text) => view(&text, first, last),
             Err(refusal) => Err(refusal),
         },
-        Edit::Create { content } => {
-            let file = (content.as_bytes().to_vec(), false);
-            write(actor, &folder, &name, file)?
-                .map(|()| format!("wrote `{}`, {} bytes", path.display(), content.len()))
-        }
-        Edit::Replace { old, new } => match text_of(actor, &path)? {
+        Edit::Create { content } => files
+            .write(&path, content)?
+            .map(|()| format!("wrote `{}`, {} bytes", path.display(), content.len())),
+        Edit::Replace { old, new } => match files.text(&path)? {
             Err(refusal) => Err(refusal),
-            Ok((text, executable)) => match replaced(&text, old, new) {
+            Ok(text) => match replaced(&text, old, new) {
                 Err(refusal) => Err(refusal),
-                Ok(text) => write(actor, &folder, &name, (text.into_bytes(), executable))?
+                Ok(text) => files
+                    .write(&path, &text)?
                     .map(|()| format!("changed `{}`", path.display())),
             },
         },
@@ -98,60 +129,117 @@ fn read(call: &ToolCall) -> Result<(&str, Edit<'_>), String> {
     Ok((path, edit))
 }
 
-/// Returns the text of a file, and whether it can be run; or why there is none to be had.
-fn text_of(actor: &dyn Actor, path: &Path) -> Result<Result<(String, bool), String>, ActorError> {
-    let limits = TreeLimits {
-        bytes: MAX_FILE,
-        entries: 1,
-    };
-    let tree = match actor.get(path, limits) {
-        Ok(tree) => tree,
-        Err(ActorError::TreeTooLarge { .. }) => {
+/// The files of an actor, as its policy's user has them.
+struct Files<'a> {
+    actor: &'a dyn Actor,
+    user: Option<User>,
+}
+
+impl Files<'_> {
+    /// Returns the text of a file, or why there is none to be had.
+    fn text(&self, path: &Path) -> Result<Result<String, String>, ActorError> {
+        let shown = path.display();
+        let limits = [MAX_FILE + 1, MAX_LISTING].map(|limit| limit.to_string());
+        let arguments = [&limits[0], &limits[1]].map(String::as_str);
+        let output = self.run(READ, path, &arguments, Vec::new())?;
+        let bytes = match output.ending {
+            Ending::Exited { code: 0 } => output.stdout.head,
+            Ending::Exited { code: FOLDER } => {
+                let listing = output.stdout.text();
+                return Ok(Err(format!("`{shown}` is a folder; {}", listed(&listing))));
+            }
+            Ending::Exited { code: NO_FILE } => {
+                return Ok(Err(format!(
+                    "`{shown}` is no plain file, but a link or the like; use `bash`"
+                )));
+            }
+            Ending::Exited { code: GONE } => {
+                return Ok(Err(format!("`{shown}` cannot be read: it is not there")));
+            }
+            _ => return Ok(Err(format!("`{shown}` cannot be read: {}", why(&output)))),
+        };
+        if bytes.len() > MAX_FILE {
             return Ok(Err(format!(
-                "`{}` is a folder, or larger than {MAX_FILE} bytes; use `bash`",
-                path.display()
+                "`{shown}` is larger than {MAX_FILE} bytes; use `bash`"
             )));
         }
-        Err(error) => return refusal(error),
+        Ok(String::from_utf8(bytes).map_err(|_| format!("`{shown}` is no text; use `bash`")))
+    }
+
+    /// Writes a file, with the folders that it needs.
+    fn write(&self, path: &Path, text: &str) -> Result<Result<(), String>, ActorError> {
+        let Some(folder) = path.parent().and_then(Path::to_str) else {
+            return Ok(Err(format!("`{}` is no file", path.display())));
+        };
+        let output = self.run(WRITE, path, &[folder], text.as_bytes().to_vec())?;
+        Ok(match output.is_success() {
+            true => Ok(()),
+            false => Err(format!(
+                "`{}` cannot be written: {}",
+                path.display(),
+                why(&output)
+            )),
+        })
+    }
+
+    fn run(
+        &self,
+        script: &str,
+        path: &Path,
+        arguments: &[&str],
+        stdin: Vec<u8>,
+    ) -> Result<ActorOutput, ActorError> {
+        let path = path.to_string_lossy();
+        let argv = [&["/bin/sh", "-c", script, "sh", &path], arguments].concat();
+        let output = self.actor.exec(&ActorCommand {
+            cwd: Some("/".into()),
+            stdin,
+            user: self.user,
+            timeout: TIMEOUT,
+            // All of it is kept.
+            max_output: 2 * MAX_FILE,
+            ..ActorCommand::new(argv)
+        })?;
+        let reason = match &output.ending {
+            Ending::OutOfMemory { limit, used } => {
+                format!("it held {used} bytes, of at most {limit}")
+            }
+            Ending::Killed { reason } => reason.clone(),
+            Ending::Exited { .. } | Ending::TimedOut { .. } => return Ok(output),
+        };
+        Err(ActorError::Ended {
+            id: self.actor.id().to_owned(),
+            reason,
+        })
+    }
+}
+
+/// Returns why a command did nothing, in its own words.
+fn why(output: &ActorOutput) -> String {
+    match output.ending {
+        Ending::TimedOut { .. } => "it took too long".to_owned(),
+        _ => {
+            let said = output.stderr.text();
+            said.trim().chars().take(300).collect()
+        }
+    }
+}
+
+/// Returns what is in a folder, of a listing that may have been cut.
+fn listed(listing: &str) -> String {
+    let is_cut = listing.len() >= MAX_LISTING;
+    let mut names: Vec<&str> = listing.lines().collect();
+    if is_cut {
+        // Of the last one the end may be missing.
+        names.pop();
+    }
+    names.retain(|name| !["./", "../"].contains(name));
+    let names = match names.as_slice() {
+        [] => "it is empty".to_owned(),
+        names => format!("it has {}", names.join(", ")),
     };
-    let name = path.file_name().unwrap_or_default();
-    Ok(match tree.get(Path::new(name)) {
-        Some(Entry::File { bytes, executable }) => match String::from_utf8(bytes.clone()) {
-            Ok(text) => Ok((text, *executable)),
-            Err(_) => Err(format!("`{}` is no text; use `bash`", path.display())),
-        },
-        _ => Err(format!(
-            "`{}` is no plain file: a folder, a link or the like; use `bash`",
-            path.display()
-        )),
-    })
-}
-
-fn write(
-    actor: &dyn Actor,
-    folder: &Path,
-    name: &Path,
-    (bytes, executable): (Vec<u8>, bool),
-) -> Result<Result<(), String>, ActorError> {
-    let mut tree = FileTree::new();
-    if let Err(error) = tree.insert(name, Entry::File { bytes, executable }) {
-        return refusal(error);
-    }
-    match actor.put(folder, &tree) {
-        Ok(()) => Ok(Ok(())),
-        Err(error) => refusal(error),
-    }
-}
-
-/// Tells the policy of what it brought about; an actor that has ended, and what is ours, is not for it to mend.
-fn refusal<T>(error: ActorError) -> Result<Result<T, String>, ActorError> {
-    match error {
-        ActorError::Ended { .. } => Err(error),
-        error if error.is_guests_doing() => Ok(Err(error.to_string())),
-        // A path that the backend cannot be told is the policy's, too: all others of the spec were checked.
-        ActorError::InvalidSpec { reason } => Ok(Err(reason)),
-        error => Err(error),
-    }
+    let more = if is_cut { " and more" } else { "" };
+    format!("{names}{more}; use `bash`")
 }
 
 /// Returns the lines from `first` to `last`, with their numbers.
@@ -210,6 +298,15 @@ mod tests {
             let refusal = replaced(text, old, "x").unwrap_err();
             assert!(refusal.contains(told), "{text} {old}: {refusal}");
         }
+    }
+
+    #[test]
+    fn a_folder_is_listed_as_far_as_it_goes() {
+        assert_eq!(listed("./\n../\n"), "it is empty; use `bash`");
+        assert_eq!(listed("./\n../\na\nb/\n"), "it has a, b/; use `bash`");
+        let long = "name\n".repeat(MAX_LISTING / 5);
+        let told = listed(&long);
+        assert!(told.ends_with("name, name and more; use `bash`"), "{told}");
     }
 
     #[test]

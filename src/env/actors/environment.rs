@@ -72,6 +72,8 @@ pub struct ActorEnvironment {
     turns: usize,
     /// Seconds in tools at which that part began.
     part_began: f64,
+    /// Whether the policy has called a tool that works in its actor.
+    has_worked: bool,
     /// Whether the policy brought its actor down while an agent used it.
     is_lost: bool,
     stats: EpisodeStats,
@@ -100,6 +102,7 @@ impl ActorEnvironment {
             trial: Trial::default(),
             turns: 0,
             part_began: 0.0,
+            has_worked: false,
             is_lost: false,
             stats: EpisodeStats::default(),
         }
@@ -112,12 +115,12 @@ impl ActorEnvironment {
         }
     }
 
-    /// Returns the policy's actor, which is started where there is none.
-    fn live(&mut self) -> Result<&Live, ActorError> {
+    /// Returns the policy's actor, which is started where there is none; waits no longer for room once `is_over`.
+    fn live(&mut self, is_over: &dyn Fn() -> bool) -> Result<&Live, ActorError> {
         let live = match self.live.take() {
             Some(live) => live,
             None => {
-                let slot = self.start.place().room().ok_or_else(run_ends)?;
+                let slot = self.start.place().room(is_over).ok_or_else(run_ends)?;
                 let started = Instant::now();
                 let actor = self.start.actor()?;
                 self.stats.start_seconds += started.elapsed().as_secs_f64();
@@ -166,8 +169,10 @@ impl ActorEnvironment {
         let limit = self.settings.command_timeout;
         let timeout = left.map_or(limit, |left| left.min(limit));
         let (setup, max_chars) = (self.setup(), self.settings.max_output_chars);
-        let result = self.live().map(|_| ());
+        let result = self.live(&|| false).map(|_| ());
         result.map_err(|error| self.fault(error))?;
+        self.has_worked = true;
+        let user = self.start.user(self.trial.part());
         let Some(live) = &self.live else {
             return Err(self.fault(run_ends()));
         };
@@ -175,7 +180,7 @@ impl ActorEnvironment {
         let ran = match call.name.as_str() {
             BASH => match call.arguments.get("command") {
                 Some(Value::String(command)) => {
-                    bash(&*live.actor, &setup, command, timeout, max_chars)
+                    bash(&*live.actor, user, &setup, command, timeout, max_chars)
                 }
                 _ => Ok(Ran::Told {
                     text: format!("error: `{BASH}` needs the argument `command`, a string"),
@@ -183,7 +188,7 @@ impl ActorEnvironment {
                     timed_out: false,
                 }),
             },
-            _ => edit::edit(&*live.actor, call).map(|edited| {
+            _ => edit::edit(&*live.actor, user, call).map(|edited| {
                 let (text, is_failure) = match edited {
                     Ok(text) => (text, false),
                     Err(refusal) => (format!("error: {refusal}"), true),
@@ -249,14 +254,7 @@ impl ActorEnvironment {
         if self.turns >= self.settings.max_turns {
             return self.end_part(observation, false);
         }
-        Ok(StepResult {
-            observation,
-            reward: None,
-            rewards: IndexMap::new(),
-            done: false,
-            status: None,
-            fault: None,
-        })
+        Ok(StepResult::goes_on(observation))
     }
 
     /// Ends an episode whose actor the policy brought down.
@@ -299,7 +297,8 @@ impl ActorEnvironment {
         observation: Vec<Message>,
     ) -> Result<StepResult, ActorError> {
         // Who called no tool has changed nothing.
-        let Some(Live { actor, slot }) = self.live.take() else {
+        let live = self.live.take().filter(|_| self.has_worked);
+        let Some(Live { actor, slot }) = live else {
             let verdict = Verdict::invalid(1, "nothing was changed", GradeUsage::default());
             let mut result = ended(observation, verdict);
             result.status = Some(EpisodeStatus::NoSubmission);
@@ -338,7 +337,7 @@ impl ActorEnvironment {
         is_cut_off: bool,
     ) -> Result<StepResult, ActorError> {
         // Harbor judges whatever is there, also where nothing was done.
-        self.live()?;
+        self.live(&|| false)?;
         let Some(Live { actor, slot }) = self.live.take() else {
             return Err(run_ends());
         };
@@ -358,14 +357,7 @@ impl ActorEnvironment {
                 observation.push(Message::user(format!(
                     "This step is done. The next one:\n\n{next}"
                 )));
-                Ok(StepResult {
-                    observation,
-                    reward: None,
-                    rewards: IndexMap::new(),
-                    done: false,
-                    status: None,
-                    fault: None,
-                })
+                Ok(StepResult::goes_on(observation))
             }
         }
     }
@@ -399,6 +391,7 @@ impl Environment for ActorEnvironment {
         self.trial = Trial::default();
         self.turns = 0;
         self.part_began = 0.0;
+        self.has_worked = false;
         self.is_lost = false;
         self.stats = EpisodeStats::default();
         let system = self.settings.system_prompt.as_deref();
@@ -426,6 +419,11 @@ impl Environment for ActorEnvironment {
 
     fn lends_tools(&self) -> bool {
         true
+    }
+
+    fn open_tools(&mut self, is_over: &dyn Fn() -> bool) -> Result<(), EnvError> {
+        let result = self.live(is_over).map(|_| ());
+        result.map_err(|error| self.fault(error))
     }
 
     fn use_tool(&mut self, call: &ToolCall) -> Result<String, EnvError> {

@@ -1,27 +1,27 @@
-//! The end of a Harbor trial: what is kept of the agent's actor, and the verifier.
+//! The end of a Harbor trial: what is handed to the verifier, and the verifier.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::ActorSandbox;
+use super::{ActorSandbox, users};
 use crate::actor::{
-    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, Entry, FileTree, TreeLimits,
+    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, Entry, FileTree, TreeLimits, User,
 };
-use crate::grader::{Verification, VerifyJob, verify};
+use crate::grader::{GradingUser, Verification, VerifyJob, verify};
 use crate::task::harbor::{Artifact, HarborPart, TaskConfig, VerifierMode};
 
 /// Where agents put what is to be kept without being asked for.
 const CONVENTION: &str = "/logs/artifacts";
 
-/// Something that was kept of the agent's actor.
+/// Something that was handed from the agent's actor to the verifier's.
 #[derive(Debug)]
 pub struct KeptArtifact {
-    /// Where it was.
+    /// Where it was, and is.
     pub source: PathBuf,
     /// Where it belongs, below the folder of the trial's artifacts.
     pub destination: PathBuf,
-    /// What was there, or why it could not be had: nothing was there, or what the agent left cannot be taken.
-    pub tree: Result<FileTree, ActorError>,
+    /// How many bytes it has, or why it could not be had: nothing was there, or what the agent left cannot be taken.
+    pub bytes: Result<u64, ActorError>,
 }
 
 /// How a trial, or a step of it, was judged.
@@ -29,26 +29,27 @@ pub struct KeptArtifact {
 pub struct HarborJudgement {
     /// What the verifier left.
     pub verification: Verification,
-    /// What was kept.
+    /// What a separate verifier was given; a shared one needs nothing, and nothing is taken for it.
     pub artifacts: Vec<KeptArtifact>,
 }
 
 /// Judges what the agent left in its actor, once it is done. A verifier that runs out of its time has it once more.
 ///
 /// A shared verifier runs there; a separate one in a new actor of `backend` from `spec`, which is given
-/// the artifacts where they were and sees nothing else of the agent's. Commands that the task runs
-/// before its artifacts are taken may fail.
+/// the artifacts where they were and sees nothing else of the agent's. Of these there may be `artifacts` bytes
+/// together; one at a time is in memory. Commands that the task runs before its artifacts are taken may fail.
 ///
 /// # Errors
 ///
-/// Fails where an actor does; whatever the verifier does is in the judgement.
+/// Fails where an actor does, and where there are more artifacts; whatever the verifier does is in the judgement.
 pub fn judge_trial(
     backend: &dyn ActorBackend,
     spec: &ActorSpec,
     config: &TaskConfig,
     part: &HarborPart,
-    job: &VerifyJob,
+    mut job: VerifyJob,
     agent: &dyn Actor,
+    artifacts: u64,
 ) -> Result<HarborJudgement, ActorError> {
     let own = part.step.as_ref().map(|step| &step.verifier.collect);
     for hook in config
@@ -58,39 +59,26 @@ pub fn judge_trial(
         .chain(own.into_iter().flatten())
     {
         let mut command = ActorCommand::shell(hook.command.clone());
+        command.user = users::find(backend, agent, hook.user.as_ref())?;
         command.timeout = Duration::try_from_secs_f64(hook.timeout_sec).unwrap_or(Duration::MAX);
         agent.exec(&command)?;
     }
-    let artifacts = |agent| {
-        let own = part.step.as_ref().map(|step| &step.artifacts);
-        keep(
-            agent,
-            config.artifacts.iter().chain(own.into_iter().flatten()),
-        )
+    let mut verify_in = |actor: &dyn Actor| -> Result<Verification, ActorError> {
+        let user = users::find(backend, actor, part.verifier_user(config))?;
+        job.user = user.map(|User { uid, gid }| GradingUser { uid, gid });
+        Ok(verify_patiently(actor, &job))
     };
     if part.verifier_mode == VerifierMode::Shared {
-        let verification = verify_patiently(agent, job);
         return Ok(HarborJudgement {
-            verification,
-            artifacts: artifacts(agent)?,
+            verification: verify_in(agent)?,
+            artifacts: Vec::new(),
         });
     }
-    let artifacts = artifacts(agent)?;
+    let own = part.step.as_ref().map(|step| &step.artifacts);
+    let declared = config.artifacts.iter().chain(own.into_iter().flatten());
     let verifier = backend.create(spec)?;
-    for artifact in &artifacts {
-        if let Ok(tree) = &artifact.tree {
-            let tree = &without_links(tree)?;
-            // A folder has its own path; a file is an entry of the folder that it is in.
-            let parent = artifact.source.parent().unwrap_or_else(|| Path::new("/"));
-            let is_file = tree.len() == 1
-                && artifact
-                    .source
-                    .file_name()
-                    .is_some_and(|name| tree.file(name).is_some());
-            verifier.put(if is_file { parent } else { &artifact.source }, tree)?;
-        }
-    }
-    let verification = verify_patiently(verifier.as_ref(), job);
+    let artifacts = hand_over(agent, verifier.as_ref(), declared, artifacts)?;
+    let verification = verify_in(verifier.as_ref())?;
     verifier.destroy()?;
     Ok(HarborJudgement {
         verification,
@@ -126,20 +114,27 @@ fn without_links(tree: &FileTree) -> Result<FileTree, ActorError> {
     Ok(kept)
 }
 
-/// Reads what is to be kept of an actor.
+/// Hands what is to be kept from the agent's actor to the verifier's, one after another.
 ///
 /// # Errors
 ///
-/// Fails where the actor does by our fault; what the agent brought about is in what is kept.
-fn keep<'a>(
+/// Fails where an actor does by our fault, and where there is more than `most` bytes; what else the agent brought about
+/// is in what is kept.
+fn hand_over<'a>(
     agent: &dyn Actor,
+    verifier: &dyn Actor,
     artifacts: impl Iterator<Item = &'a Artifact>,
+    most: u64,
 ) -> Result<Vec<KeptArtifact>, ActorError> {
     let declared: Vec<&Artifact> = artifacts.collect();
     let has_convention =
         (declared.iter()).any(|artifact| artifact.source().trim_end_matches('/') == CONVENTION);
     let convention = Artifact::Path(CONVENTION.to_owned());
     let implied = (!has_convention).then_some(&convention);
+    let mut left = TreeLimits {
+        bytes: most,
+        ..TreeLimits::default()
+    };
     (implied.into_iter().chain(declared))
         .map(|artifact| {
             let source = agent.spec().workdir.join(artifact.source());
@@ -150,18 +145,53 @@ fn keep<'a>(
             let destination = destination
                 .unwrap_or_else(|| artifact.source())
                 .trim_start_matches('/');
-            let tree =
-                (agent.get(&source, TreeLimits::default())).and_then(|tree| without(tree, exclude));
-            match tree {
-                Err(error) if !error.is_guests_doing() => Err(error),
-                tree => Ok(KeptArtifact {
-                    destination: PathBuf::from(destination),
-                    tree,
-                    source,
-                }),
-            }
+            let tree = agent
+                .get(&source, left)
+                .and_then(|tree| without(tree, exclude));
+            let bytes = match tree {
+                Err(ActorError::TreeTooLarge { unit, .. }) => {
+                    let limit = match unit {
+                        "bytes" => most,
+                        _ => TreeLimits::default().entries,
+                    };
+                    return Err(ActorError::TooManyArtifacts { limit, unit });
+                }
+                Err(error) if !error.is_guests_doing() => return Err(error),
+                Err(error) => Err(error),
+                Ok(tree) => {
+                    let bytes = bytes_of(&tree);
+                    left.bytes = left.bytes.saturating_sub(bytes);
+                    left.entries = left.entries.saturating_sub(tree.len() as u64);
+                    put(verifier, &source, &without_links(&tree)?)?;
+                    Ok(bytes)
+                }
+            };
+            Ok(KeptArtifact {
+                destination: PathBuf::from(destination),
+                bytes,
+                source,
+            })
         })
         .collect()
+}
+
+fn bytes_of(tree: &FileTree) -> u64 {
+    let sizes = tree.iter().map(|(_, entry)| match entry {
+        Entry::File { bytes, .. } => bytes.len() as u64,
+        Entry::Folder | Entry::Link { .. } => 0,
+    });
+    sizes.sum()
+}
+
+/// Puts what was at a path there in another actor.
+fn put(actor: &dyn Actor, source: &Path, tree: &FileTree) -> Result<(), ActorError> {
+    // A folder has its own path; a file is an entry of the folder that it is in.
+    let parent = source.parent().unwrap_or_else(|| Path::new("/"));
+    let is_file = tree.len() == 1
+        && source
+            .file_name()
+            .is_some_and(|name| tree.file(name).is_some());
+    actor.put(if is_file { parent } else { source }, tree)
 }
 
 /// Leaves out what one of the patterns matches, and what is in it.

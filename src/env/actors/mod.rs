@@ -20,6 +20,7 @@ mod slots;
 mod start;
 mod tools;
 mod trial;
+mod users;
 mod workplace;
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::control::Control;
 use super::start::{GroupStart, begin_part};
-use super::{HarborJudgement, Workplace, judge_trial};
-use crate::actor::{Actor, ActorCommand, ActorError, FileTree, TreeLimits};
+use super::{HarborJudgement, Workplace, judge_trial, users};
+use crate::actor::{Actor, ActorCommand, ActorError, Entry, FileTree, TreeLimits};
 use crate::causes::with_causes;
 use crate::task::harbor::{HarborPart, HarborTask};
 
@@ -22,7 +22,7 @@ const SOLUTION: &str = "/solution";
 const SOLUTION_TIMEOUT: Duration = Duration::from_mins(30);
 
 /// Runs a solution, which may lack the line that names its shell.
-const SOLVE: &str = r#"chmod +x /solution/solve.sh && /solution/solve.sh"#;
+const SOLVE: &str = "/solution/solve.sh";
 
 /// Judges what is in an actor as one part of a task.
 pub(super) fn judge_part(
@@ -39,7 +39,8 @@ pub(super) fn judge_part(
     let environment =
         (task.config.verifier_environment(part.step.as_ref())).unwrap_or(&task.config.environment);
     let spec = place.harbor_spec(task, environment)?;
-    judge_trial(place.backend(), &spec, &task.config, part, &job, actor)
+    let (backend, artifacts) = (place.backend(), place.artifacts());
+    judge_trial(backend, &spec, &task.config, part, job, actor, artifacts)
 }
 
 /// Finds out whether the verifier of a part leaves a reward where no policy has been, and did since `late`.
@@ -140,7 +141,7 @@ fn solved(
                 return Ok(None);
             }
         }
-        if !solve(&*actor, task, part)? {
+        if !solve(start.place(), &*actor, task, part)? {
             return Ok(None);
         }
     }
@@ -148,13 +149,27 @@ fn solved(
 }
 
 /// Runs the reference of a part; returns whether it succeeds.
-fn solve(actor: &dyn Actor, task: &HarborTask, part: &HarborPart) -> Result<bool, ActorError> {
+fn solve(
+    place: &Workplace,
+    actor: &dyn Actor,
+    task: &HarborTask,
+    part: &HarborPart,
+) -> Result<bool, ActorError> {
     let (Some(folder), Ok(env)) = (&part.solution, task.config.solution_env(&|_| None)) else {
         return Ok(false);
     };
-    let tree = FileTree::read_from(folder, TreeLimits::default())?;
+    let mut tree = FileTree::read_from(folder, TreeLimits::default())?;
+    if let Some(script) = tree.file("solve.sh").map(<[u8]>::to_vec) {
+        let script = Entry::File {
+            bytes: script,
+            executable: true,
+        };
+        tree.insert("solve.sh", script)?;
+    }
     actor.put(Path::new(SOLUTION), &tree)?;
+    let asked = part.agent_user(&task.config);
     let mut command = ActorCommand::shell(SOLVE);
+    command.user = users::find(place.backend(), actor, asked)?;
     command.env.extend(env);
     command.timeout = (part.agent_timeout_sec)
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())

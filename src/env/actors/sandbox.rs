@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
-use crate::actor::{Actor, ActorCommand, ActorError, Ending, Entry, FileTree, TreeLimits};
+use crate::actor::{Actor, ActorCommand, ActorError, Ending, Entry, FileTree, TreeLimits, User};
 use crate::grader::{
     GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+    GradingUser,
 };
 
 /// The most of each stream of a command that is kept. The longest logs of SWE-bench, of Django's
@@ -40,6 +41,9 @@ impl GradingSandbox for ActorSandbox<'_> {
         let mut asked = ActorCommand::new(command.argv.clone());
         asked.cwd = command.workdir.as_ref().map(PathBuf::from);
         asked.env = command.env.clone().into_iter().collect();
+        asked.user = command
+            .user
+            .map(|GradingUser { uid, gid }| User { uid, gid });
         asked.timeout = command.timeout;
         asked.max_output = MAX_OUTPUT;
         let output = self.actor.exec(&asked).map_err(fault("run a command"))?;

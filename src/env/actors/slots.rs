@@ -3,6 +3,9 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Time between looks at whether who waits still wants room.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// Room for a number of actors.
 #[derive(Debug)]
 pub(super) struct Slots {
@@ -34,16 +37,17 @@ impl Slots {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for room; there is none any more once it is closed.
-    pub(super) fn take(self: &Arc<Self>) -> Option<Slot> {
+    /// Waits for room; there is none any more once it is closed, or `is_over`.
+    pub(super) fn take(self: &Arc<Self>, is_over: &dyn Fn() -> bool) -> Option<Slot> {
         let mut state = self.lock();
-        while !state.is_closed && state.taken >= self.most {
+        while !state.is_closed && !is_over() && state.taken >= self.most {
             state = self
                 .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+                .wait_timeout(state, LOOK)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
-        if state.is_closed {
+        if state.is_closed || is_over() {
             return None;
         }
         state.taken += 1;
@@ -114,7 +118,7 @@ mod tests {
             for _ in 0..12 {
                 scope.spawn(|| {
                     for _ in 0..20 {
-                        let _slot = slots.take().expect("it is open");
+                        let _slot = slots.take(&|| false).expect("it is open");
                         let held = now.fetch_add(1, Ordering::SeqCst) + 1;
                         most.fetch_max(held, Ordering::SeqCst);
                         std::thread::yield_now();
@@ -130,15 +134,15 @@ mod tests {
     #[test]
     fn who_waits_is_let_go_when_it_closes() {
         let slots = Slots::new(1);
-        let held = slots.take().expect("it is open");
+        let held = slots.take(&|| false).expect("it is open");
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| slots.take().is_none());
+            let waiting = scope.spawn(|| slots.take(&|| false).is_none());
             slots.close();
             assert!(waiting.join().expect("it does not panic"));
         });
         assert!(!slots.wait_free(Duration::ZERO));
         drop(held);
-        assert!(slots.wait_free(Duration::ZERO) && slots.take().is_none());
+        assert!(slots.wait_free(Duration::ZERO) && slots.take(&|| false).is_none());
     }
 
     #[test]

@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 use super::Workplace;
 use super::instance::start_instance;
 use super::patch::Base;
+use super::users;
 use crate::actor::{
-    Actor, ActorCommand, ActorError, ActorSnapshot, ActorSpec, FileTree, TreeLimits,
+    Actor, ActorCommand, ActorError, ActorSnapshot, ActorSpec, FileTree, TreeLimits, User,
 };
+use crate::causes::with_causes;
 use crate::grader::{GradeUsage, Verdict};
 use crate::task::RepositoryTask;
 use crate::task::harbor::{HarborPart, HarborTask, Healthcheck};
@@ -35,6 +37,9 @@ pub struct GroupStart {
     kept: Mutex<Option<Arc<dyn ActorSnapshot>>>,
     /// What a patch is told from; noted by who prepares first.
     base: OnceLock<Base>,
+    /// Who the policy is in each part; the actor's own user where the task does not say. Found by who prepares
+    /// first.
+    users: OnceLock<Vec<Option<User>>>,
 }
 
 impl GroupStart {
@@ -47,6 +52,7 @@ impl GroupStart {
             members,
             kept: Mutex::new(None),
             base: OnceLock::new(),
+            users: OnceLock::new(),
         }
     }
 
@@ -61,6 +67,11 @@ impl GroupStart {
     /// Returns what a patch is told from, once an actor was prepared.
     pub(super) fn base(&self) -> Option<&Base> {
         self.base.get()
+    }
+
+    /// Returns who the policy is in a part, once an actor was prepared.
+    pub(super) fn user(&self, part: usize) -> Option<User> {
+        *self.users.get()?.get(part)?
     }
 
     /// Starts an actor that is prepared.
@@ -112,6 +123,18 @@ impl GroupStart {
                     HARBOR_FOLDERS,
                     STEP_TIMEOUT,
                 )?;
+                let find = |part: &HarborPart| {
+                    users::find(backend, &*actor, part.agent_user(&task.config))
+                };
+                let users: Result<Vec<_>, ActorError> = task.parts.iter().map(find).collect();
+                // No policy was there that could have taken them away.
+                let users = users.map_err(|error| ActorError::InvalidSpec {
+                    reason: format!("`{}`: {}", task.name, with_causes(&error)),
+                })?;
+                if let Some(Some(user)) = users.first() {
+                    give_workdir(&*actor, task, *user)?;
+                }
+                let _ = self.users.set(users);
                 if let Some(check) = &task.config.environment.healthcheck {
                     let health = wait_healthy(&self.place, &*actor, check)?;
                     health.map_err(|sick| sick.of(task))?;
@@ -165,6 +188,22 @@ pub(super) fn begin_part(
     match step.as_ref().and_then(|step| step.healthcheck.as_ref()) {
         Some(check) => wait_healthy(place, actor, check),
         None => Ok(Ok(())),
+    }
+}
+
+/// Gives the policy's user the working folder where nothing is in it: it was made for the actor, then, and not by the
+/// task.
+fn give_workdir(actor: &dyn Actor, task: &HarborTask, user: User) -> Result<(), ActorError> {
+    let script = format!("[ -n \"$(ls -A .)\" ] || chown {}:{} .", user.uid, user.gid);
+    let mut command = ActorCommand::shell(script);
+    command.timeout = STEP_TIMEOUT;
+    let output = actor.exec(&command)?;
+    match output.is_success() {
+        true => Ok(()),
+        false => Err(ActorError::Backend {
+            activity: format!("giving `{}` its working folder", task.name),
+            message: format!("{:?}: {}", output.ending, output.stderr.text().trim()),
+        }),
     }
 }
 

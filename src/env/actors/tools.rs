@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Ending};
+use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Ending, User};
 use crate::chat::ToolSpec;
 use crate::env::head_and_tail;
 
@@ -88,6 +88,7 @@ pub(super) enum Ran {
 /// Runs a command of the policy behind `setup`, lines of the task's own.
 pub(super) fn bash(
     actor: &dyn Actor,
+    user: Option<User>,
     setup: &[String],
     command: &str,
     timeout: Duration,
@@ -111,6 +112,7 @@ pub(super) fn bash(
     script.push('\n');
     script.push_str(command);
     let output = actor.exec(&ActorCommand {
+        user,
         timeout,
         max_output: MAX_OUTPUT,
         ..ActorCommand::new(["/bin/sh", "-c", RUN, "sh", &script])

@@ -6,6 +6,7 @@ use super::HarborJudgement;
 use super::reference::{begins, judge_part, verifies};
 use super::start::{GroupStart, begin_part};
 use crate::actor::{Actor, ActorError};
+use crate::causes::with_causes;
 use crate::grader::{GradeUsage, RewardFault, Rewards, Verdict, harbor_verdict};
 use crate::task::harbor::HarborTask;
 
@@ -83,6 +84,7 @@ impl Trial {
                 }
             },
             Err(error) if error.is_guests_doing() => {
+                tracing::warn!(task = task.name, error = %with_causes(&error), "a part cannot be judged");
                 drop(actor);
                 match verifies(start, task, number, None)? {
                     true => (nothing(), None),

@@ -9,7 +9,7 @@ use super::slots::{Slot, Slots};
 use crate::actor::{ActorBackend, ActorError, ActorLimits, ActorSpec, RootFs};
 use crate::causes::with_causes;
 use crate::task::RepositoryTask;
-use crate::task::harbor::{EnvironmentConfig, HarborTask};
+use crate::task::harbor::{EnvironmentConfig, HarborPart, HarborTask};
 use crate::task::swebench::SwebenchInstance;
 
 /// How long an actor may live: longer than any episode, whose turns wait for the model.
@@ -32,6 +32,8 @@ pub struct WorkplaceConfig {
     pub repositories: Option<PathBuf>,
     /// What an actor may use where its task does not say.
     pub limits: ActorLimits,
+    /// What the artifacts of a Harbor task may hold together, in bytes.
+    pub artifacts: u64,
     /// Episodes that have an actor at a time.
     pub max_actors: usize,
 }
@@ -61,13 +63,17 @@ impl Workplace {
         &*self.backend
     }
 
+    pub(super) fn artifacts(&self) -> u64 {
+        self.config.artifacts
+    }
+
     pub(super) fn controls(&self) -> &Controls {
         &self.controls
     }
 
-    /// Waits for room for an actor; none once the run ends.
-    pub(super) fn room(&self) -> Option<Slot> {
-        self.slots.take()
+    /// Waits for room for an actor; none once the run ends, or `is_over`.
+    pub(super) fn room(&self, is_over: &dyn Fn() -> bool) -> Option<Slot> {
+        self.slots.take(is_over)
     }
 
     /// Waits for so long; fails once the run ends.
@@ -97,6 +103,16 @@ impl Workplace {
         let RepositoryTask::Harbor(task) = task else {
             return Ok(());
         };
+        let names_user = |part: &HarborPart| {
+            part.agent_user(&task.config).is_some() || part.verifier_user(&task.config).is_some()
+        };
+        if task.parts.iter().any(names_user) && !self.backend.capabilities().users {
+            tracing::warn!(
+                task = task.name,
+                backend = self.backend.name(),
+                "a task says whose its programs are, and with this backend they are all of one user"
+            );
+        }
         for part in &task.parts {
             // What it cannot be given is told before anything is started.
             (part.verify_job(&task.config, &|_| None))

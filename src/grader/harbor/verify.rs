@@ -7,6 +7,7 @@ use indexmap::IndexMap;
 use super::rewards::{MAX_REWARD_BYTES, RewardFault, Rewards};
 use crate::grader::{
     GradingCommand, GradingEnd, GradingFault, GradingFile, GradingOutput, GradingSandbox,
+    GradingUser,
 };
 
 /// How long one step besides the verifier itself may take.
@@ -61,8 +62,11 @@ done
 chmod 777 /logs/verifier
 "#;
 
-/// Runs the script, whose two outputs become one.
-const RUN: &str = r#"chmod +x -- "$1" && exec "$1" 2>&1"#;
+/// Lets the script be run.
+const ALLOW: &str = r#"chmod +x -- "$1""#;
+
+/// Runs the script, whose two outputs become one. Another user than the sandbox's cannot change its rights.
+const RUN: &str = r#"[ -x "$1" ] || chmod +x -- "$1" && exec "$1" 2>&1"#;
 
 /// A verifier to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,6 +79,8 @@ pub struct VerifyJob {
     pub env: IndexMap<String, String>,
     /// The folder that it starts in; the sandbox's own where none.
     pub workdir: Option<String>,
+    /// Who it runs as; the sandbox's own user where none.
+    pub user: Option<GradingUser>,
     /// How long it may take.
     pub timeout: Duration,
 }
@@ -122,6 +128,7 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
     let mut command = GradingCommand::sh(RUN, &job.script, job.timeout);
     command.workdir.clone_from(&job.workdir);
     command.env.clone_from(&job.env);
+    command.user = job.user;
     let output = match sandbox.exec(&command) {
         Ok(output) => output,
         Err(fault) => return failed("RuntimeRequestError", &fault),
@@ -170,6 +177,10 @@ fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<Brought,
     if !job.tests.is_empty() {
         sandbox.put_all("/tests", &job.tests)?;
     }
+    if job.user.is_some() {
+        // Where it cannot be, running it says so.
+        sandbox.exec(&GradingCommand::sh(ALLOW, &job.script, STEP_TIMEOUT))?;
+    }
     Ok(Brought::All)
 }
 
@@ -199,9 +210,15 @@ mod tests {
             if is_clean {
                 self.log.borrow_mut().push("clean".to_owned());
                 self.files.borrow_mut().clear();
+            } else if command.argv[2] == ALLOW {
+                assert_eq!(command.user, None);
+                self.log.borrow_mut().push("allow".to_owned());
+                end = GradingEnd::Exited(0);
             } else {
                 let script = &command.argv[4];
-                self.log.borrow_mut().push(format!("run {script}"));
+                let user = command.user.map(|user| format!(" as {}", user.uid));
+                let user = user.unwrap_or_default();
+                self.log.borrow_mut().push(format!("run {script}{user}"));
                 for (path, text) in &self.written {
                     let mut files = self.files.borrow_mut();
                     files.insert((*path).to_owned(), text.as_bytes().to_vec());
@@ -252,6 +269,7 @@ mod tests {
             script: "/tests/test.sh".to_owned(),
             env: IndexMap::new(),
             workdir: None,
+            user: None,
             timeout: Duration::from_secs(1),
         }
     }
@@ -265,6 +283,26 @@ mod tests {
         assert_eq!(found.rewards, Err(RewardFault::Missing));
         let log = sandbox.log.into_inner();
         assert_eq!(log, ["clean", "put /tests/test.sh", "run /tests/test.sh"]);
+    }
+
+    /// The place is cleaned and filled by the sandbox's own user, who may.
+    #[test]
+    fn the_script_alone_runs_as_the_verifiers_user() {
+        let sandbox = Files {
+            written: vec![("/logs/verifier/reward.txt", "1")],
+            ..Files::default()
+        };
+        let user = Some(GradingUser { uid: 7, gid: 8 });
+        let found = verify(&sandbox, &VerifyJob { user, ..job() });
+        assert_eq!(found.rewards.unwrap().main(), Ok(1.0));
+        let log = sandbox.log.into_inner();
+        let expected = [
+            "clean",
+            "put /tests/test.sh",
+            "allow",
+            "run /tests/test.sh as 7",
+        ];
+        assert_eq!(log, expected);
     }
 
     #[test]

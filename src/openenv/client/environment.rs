@@ -299,14 +299,7 @@ impl RemoteEnvironment {
         if self.turns >= self.settings.max_turns {
             return Ok(self.end(false));
         }
-        Ok(StepResult {
-            observation,
-            reward: None,
-            rewards: IndexMap::new(),
-            done: false,
-            status: None,
-            fault: None,
-        })
+        Ok(StepResult::goes_on(observation))
     }
 }
 

@@ -180,11 +180,16 @@ impl<'a> AgentCollector<'a> {
             seed: session_seed,
         } = request;
         let group = group as u64;
-        let episode = Episode::start(environment, &task_id, group, sample, seed.step);
+        let mut episode = Episode::start(environment, &task_id, group, sample, seed.step);
+        let lends_tools = episode.lends_tools();
+        if lends_tools && !episode.has_failed() {
+            // The agent's time begins once there is something to work in.
+            episode.open_tools(&|| self.stop.load(Ordering::Relaxed));
+        }
         if episode.has_failed() {
             return vec![episode.into_trajectory()];
         }
-        let (messages, lends_tools) = (episode.messages().to_vec(), episode.lends_tools());
+        let messages = episode.messages().to_vec();
         let lent = Lending::new(episode);
         // Nobody can guess it, so no agent speaks for another.
         let key = http::uuid4();

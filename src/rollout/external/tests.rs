@@ -188,8 +188,12 @@ fn a_sandbox_hides_the_rest_of_the_machine() {
     assert!(String::from_utf8_lossy(&ended.stdout).contains("[package]"));
 }
 
-/// Is graded by whether there is an answer.
-struct Question;
+/// Has earned 1 where the answer is yes.
+#[derive(Default)]
+struct Question {
+    /// What is made once its tools are open; it lends none unless given.
+    mark: Option<PathBuf>,
+}
 
 impl Environment for Question {
     fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
@@ -215,6 +219,24 @@ impl Environment for Question {
         }
     }
 
+    fn submit(&mut self, answer: &str) -> StepResult {
+        let reward = f64::from(u8::from(answer.trim() == "yes"));
+        StepResult {
+            reward: Some(reward),
+            ..self.close(None)
+        }
+    }
+
+    fn lends_tools(&self) -> bool {
+        self.mark.is_some()
+    }
+
+    fn open_tools(&mut self, is_over: &dyn Fn() -> bool) -> Result<(), EnvError> {
+        assert!(!is_over());
+        fs::write(self.mark.as_ref().unwrap(), "").unwrap();
+        Ok(())
+    }
+
     fn stats(&self) -> EpisodeStats {
         EpisodeStats::default()
     }
@@ -233,6 +255,59 @@ for _ in 1 2; do
 done
 "#;
 
+/// Plays an episode of a script in front of a model elsewhere.
+fn play(url: String, script: &str, environment: Question) -> Trajectory {
+    let upstream = Upstream::new(UpstreamConfig::new(url)).unwrap();
+    let served = Served::over(Backend::Upstream(upstream), None).unwrap();
+    let mut config = config("bash");
+    config.command.extend(["-c", script].map(str::to_owned));
+    config.timeout = PATIENCE;
+    if let Some(mark) = &environment.mark {
+        let mark = mark.to_string_lossy().into_owned();
+        config.variables.insert("MARK".to_owned(), mark);
+    }
+    let stop = AtomicBool::new(false);
+    let model = ServedModel {
+        name: "m".to_owned(),
+        template: ChatTemplate::new("").unwrap(),
+        tokenizer: Tokenizer::byte_level(&[]).unwrap(),
+        stop_token_ids: Vec::new(),
+        tool_call_format: ToolCallFormat::Hermes,
+    };
+    let collector = AgentCollector::new(&config, model, &stop);
+    let request = Request {
+        group: 0,
+        task_id: "t".to_owned(),
+        sample: 0,
+        environment: Box::new(environment),
+        seed: 0,
+    };
+    let seed = CollectionSeed {
+        run: 0,
+        purpose: "test",
+        step: 1,
+        draw: 0,
+    };
+    let mut rows = collector.play(&served, request, seed);
+    assert_eq!(rows.len(), 1, "{rows:?}");
+    rows.remove(0)
+}
+
+/// Its time must not pass while it waits for what its tools work with.
+#[test]
+fn an_agent_begins_once_its_tools_are_open() {
+    let folder = folder();
+    let answer = json!({
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"content": "yes"}}],
+    });
+    let answer = answer.to_string();
+    let url = serve(move |_| whole("200 OK", &answer));
+    let script = format!("[ -e \"$MARK\" ] && echo yes > answer\n{ASKS_TWICE}");
+    let mark = Some(folder.path().join("mark"));
+    let row = play(url, &script, Question { mark });
+    assert_eq!(row.reward, Some(1.0), "{row:?}");
+}
+
 #[test]
 fn an_episode_with_a_call_that_we_failed_is_not_the_policys() {
     let answer = json!({
@@ -244,37 +319,7 @@ fn an_episode_with_a_call_that_we_failed_is_not_the_policys() {
             1 if fails => whole("500 Oops", "{}"),
             _ => whole("200 OK", &answer),
         });
-        let upstream = Upstream::new(UpstreamConfig::new(url)).unwrap();
-        let served = Served::over(Backend::Upstream(upstream), None).unwrap();
-        let mut config = config("bash");
-        config.command.extend(["-c", ASKS_TWICE].map(str::to_owned));
-        config.timeout = PATIENCE;
-        let stop = AtomicBool::new(false);
-        let model = ServedModel {
-            name: "m".to_owned(),
-            template: ChatTemplate::new("").unwrap(),
-            tokenizer: Tokenizer::byte_level(&[]).unwrap(),
-            stop_token_ids: Vec::new(),
-            tool_call_format: ToolCallFormat::Hermes,
-        };
-        let collector = AgentCollector::new(&config, model, &stop);
-        let request = Request {
-            group: 0,
-            task_id: "t".to_owned(),
-            sample: 0,
-            environment: Box::new(Question),
-            seed: 0,
-        };
-        let seed = CollectionSeed {
-            run: 0,
-            purpose: "test",
-            step: 1,
-            draw: 0,
-        };
-        let rows = collector.play(&served, request, seed);
-        let [row] = rows.as_slice() else {
-            panic!("{rows:?}");
-        };
+        let row = play(url, ASKS_TWICE, Question::default());
         match &row.status {
             Status::Failed { reason } if fails => {
                 assert!(reason.contains("1 of the agent's calls"), "{reason}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 use indexmap::IndexMap;
 
 use super::HarborError;
-use super::config::TaskConfig;
+use super::config::{TaskConfig, User};
 use super::layout::HarborPart;
 use crate::grader::{GradingFile, VerifyJob};
 
@@ -16,7 +16,8 @@ use crate::grader::{GradingFile, VerifyJob};
 const MAX_TEST_BYTES: u64 = 256 << 20;
 
 impl HarborPart {
-    /// Prepares the verifier of this part of the task with `config`.
+    /// Prepares the verifier of this part of the task with `config`; who it [runs as](Self::verifier_user) is
+    /// still to be found in its sandbox.
     ///
     /// `lookup` finds variables of the host, which a value `${NAME}` or `${NAME:-default}` asks for.
     /// A task may ask for any: give it those that are meant for it.
@@ -52,10 +53,31 @@ impl HarborPart {
             script: self.test_script.clone(),
             env,
             workdir: environment.workdir.clone(),
+            // Who that is in numbers the sandbox knows.
+            user: None,
             // Positive and finite: the folder was checked.
             timeout: Duration::try_from_secs_f64(self.verifier_timeout_sec)
                 .unwrap_or(Duration::MAX),
         })
+    }
+}
+
+impl HarborPart {
+    /// Returns who the agent runs as, where the task says.
+    #[must_use]
+    pub fn agent_user<'a>(&'a self, config: &'a TaskConfig) -> Option<&'a User> {
+        let own = self.step.as_ref().and_then(|step| step.agent.user.as_ref());
+        own.or(config.agent.user.as_ref())
+    }
+
+    /// Returns who the verifier runs as, where the task says.
+    #[must_use]
+    pub fn verifier_user<'a>(&'a self, config: &'a TaskConfig) -> Option<&'a User> {
+        let own = self
+            .step
+            .as_ref()
+            .and_then(|step| step.verifier.user.as_ref());
+        own.or(config.verifier.user.as_ref())
     }
 }
 

@@ -41,6 +41,7 @@ impl Scene {
                 disk: 64 << 20,
                 ..ActorLimits::default()
             },
+            artifacts: 1 << 20,
             max_actors: 3,
         };
         Self {
@@ -336,7 +337,7 @@ fn the_tool_edit_shows_and_changes_files() {
         (text, result.done)
     };
     let setup = "printf 'one\\ntwo\\n' > a.sh; chmod +x a.sh; ln -s a.sh link; mkdir folder; \
-                 printf '\\377' > bytes; head -c 2000000 /dev/zero > large; mkfifo pipe";
+                 touch 'folder/a b'; printf '\\377' > bytes; head -c 2000000 /dev/zero > large; mkfifo pipe";
     let view = |path: &str| ("edit", json!({"action": "view", "path": path}));
     edit(json!({"action": "create", "path": "/workspace/new/b", "content": "b"}));
     let calls = [
@@ -367,12 +368,12 @@ fn the_tool_edit_shows_and_changes_files() {
     assert_eq!(told[1], "    1  one\n    2  two");
     for (told, expected) in [
         (told[2], "is no plain file"),
-        (told[3], "is no plain file"),
+        (told[3], "`/workspace/folder` is a folder; it has a b; use"),
         (told[4], "is no text"),
         (told[5], "larger than"),
         (told[6], "is no plain file"),
         (told[7], "cannot be read"),
-        (told[8], "is no file"),
+        (told[8], "`/` is a folder; it has"),
     ] {
         assert!(told.contains(expected), "{told}");
     }
@@ -526,5 +527,47 @@ fn what_cannot_be_run_is_named_with_a_remedy() {
     write(&place.join("tests/test.sh"), "#!/bin/sh\n");
     let told = refusal(&scene, &tasks(&place).tasks()[0]);
     assert!(told.contains("asks for a GPU"), "{told}");
+    scene.close();
+}
+
+/// The policy and the verifier are who the task says: neither has rights over what is the other's, and the policy's
+/// tools have none but its own.
+#[test]
+fn the_programs_of_a_task_are_of_the_users_that_it_names() {
+    let folder = tempfile::tempdir().unwrap();
+    write(
+        &folder.path().join("task.toml"),
+        "[environment]\ndocker_image = \"a\"\n[agent]\nuser = 1000\n[verifier]\nuser = \"nobody\"\n",
+    );
+    write(&folder.path().join("instruction.md"), "Do it.");
+    write(
+        &folder.path().join("tests/test.sh"),
+        "#!/bin/sh\n[ \"$(id -u)$(cat /workspace/who)\" = 655341000 ] && r=1 || r=0\n\
+         echo $r > /logs/verifier/reward.txt\n",
+    );
+    let scene = Scene::new(None);
+    let task = tasks(folder.path()).tasks()[0].clone();
+    let mut environment = scene.one(&task);
+    bash(&mut environment, "id -u > who");
+    let create = json!({"action": "create", "path": "/etc/new", "content": "x"});
+    let result = play(&mut environment, "edit", create);
+    assert!(said(&result).contains("Permission denied"), "{result:?}");
+    let view = json!({"action": "view", "path": "who"});
+    assert_eq!(said(&play(&mut environment, "edit", view)), "    1  1000");
+    assert_eq!(submit(&mut environment).reward, Some(1.0));
+    drop(environment);
+    // A user that is not there is the task's fault.
+    let text = "[environment]\ndocker_image = \"a\"\n[agent]\nuser = \"worker\"\n";
+    write(&folder.path().join("task.toml"), text);
+    let task = tasks(folder.path()).tasks()[0].clone();
+    let mut environment = scene.one(&task);
+    let turn = turn(&[("bash", json!({"command": "true"}))]);
+    let error = environment.step(&turn).unwrap_err();
+    let told = format!("{:?}", anyhow::Error::new(error));
+    assert!(
+        told.contains("worker") && told.contains("/etc/passwd"),
+        "{told}"
+    );
+    drop(environment);
     scene.close();
 }

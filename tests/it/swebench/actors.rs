@@ -164,6 +164,7 @@ fn verifier(script: &str) -> VerifyJob {
         script: "/tests/test.sh".to_owned(),
         env: IndexMap::from([("WANTED".to_owned(), "hello".to_owned())]),
         workdir: None,
+        user: None,
         timeout: Duration::from_secs(20),
     }
 }
@@ -257,7 +258,16 @@ fn a_separate_verifier_sees_the_artifacts_alone() {
         "echo 0.5 > /workspace/out; echo 0.25 > /workspace/secret; mkdir -p /data/in\n\
          touch /data/x.tmp /data/in/y; ln -sf /bin/true /usr/bin/cat",
     );
-    let judged = judge_trial(&backend, &spec, &task.config, part, &job, actor.as_ref()).unwrap();
+    let judged = judge_trial(
+        &backend,
+        &spec,
+        &task.config,
+        part,
+        job,
+        actor.as_ref(),
+        1 << 20,
+    )
+    .unwrap();
     let rewards = judged.verification.rewards.expect("there are rewards");
     assert_eq!(
         (rewards.main(), rewards.get("other")),
@@ -267,7 +277,7 @@ fn a_separate_verifier_sees_the_artifacts_alone() {
         .map(|artifact| {
             (
                 artifact.destination.display().to_string(),
-                artifact.tree.is_ok(),
+                artifact.bytes.is_ok(),
             )
         })
         .collect();

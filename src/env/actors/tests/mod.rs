@@ -44,6 +44,7 @@ fn place(backend: &Arc<Scripted>) -> Arc<Workplace> {
             root: Some(RootFs::Host),
             repositories: None,
             limits: ActorLimits::default(),
+            artifacts: 100,
             max_actors: 1,
         },
     ))

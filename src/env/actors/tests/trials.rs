@@ -192,3 +192,76 @@ fn who_waits_for_a_sandbox_is_let_go_when_the_run_ends() {
     });
     assert_eq!(backend.live(), 0);
 }
+
+/// An agent's tools wait for room before the agent begins, and for no longer than the run goes on.
+#[test]
+fn tools_are_opened_once_there_is_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let task = task(folder.path(), &PLAIN);
+    let backend = Scripted::new(|_, _, _| Ok(String::new()));
+    let place = place(&backend);
+    let [mut first, mut second] = [(); 2].map(|()| environment(&place, &task));
+    first.open_tools(&|| false).unwrap();
+    assert_eq!(backend.live(), 1);
+    let looks = AtomicUsize::new(0);
+    second
+        .open_tools(&|| looks.fetch_add(1, Ordering::SeqCst) > 3)
+        .unwrap_err();
+    assert_eq!(backend.started(), 1);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| second.open_tools(&|| false));
+        drop(first);
+        waiting.join().unwrap().unwrap();
+    });
+    assert_eq!((backend.started(), backend.live()), (2, 1));
+}
+
+/// More than there may be of artifacts is the policy's doing where the reference has fewer; how many there are is told.
+#[test]
+fn artifacts_have_one_limit_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = "artifacts = [\"/a\", \"/b\"]\n[environment]\ndocker_image = \"a\"\n[verifier]\n\
+                  environment_mode = \"separate\"\n";
+    let task = task(
+        folder.path(),
+        &[("task.toml", config), PLAIN[1], PLAIN[2], SOLUTION],
+    );
+    // Of the policy's, and of the reference's; there may be 100 bytes.
+    for (own, of_reference, expected) in [
+        (50, 0, (true, Some(1.0), Some(EpisodeStatus::Passed))),
+        (51, 50, FAILED_WITH_0),
+        (51, 51, OURS),
+    ] {
+        let backend = Scripted::new(move |inside, line, command| {
+            let size = match inside.number {
+                0 if line.contains("mkdir") => own,
+                _ if line.contains("solve.sh") => of_reference,
+                _ => 0,
+            };
+            if size > 0 {
+                inside.write("/a", &"x".repeat(size));
+                inside.write("/b", &"x".repeat(size));
+            }
+            if is_verifier(command) {
+                assert!(inside.number > 0 && inside.has("/a") && inside.has("/b"));
+                inside.write(REWARD, "1");
+            }
+            Ok(String::new())
+        });
+        let place = place(&backend);
+        let mut environment = environment(&place, &task);
+        let result = match expected {
+            // What is the task's fault is told as ours.
+            OURS => environment.close(None),
+            _ => submit(&mut environment),
+        };
+        assert_eq!(end(&result), expected, "{own}: {result:?}");
+        let told = result.fault.unwrap_or_default();
+        assert_eq!(
+            told.contains("more than 100 bytes together"),
+            expected == OURS,
+            "{told}"
+        );
+        assert_eq!(backend.live(), 0);
+    }
+}
