@@ -41,6 +41,40 @@ pub(super) fn check(scope: &Scope) -> Vec<Finding> {
             || Ok(Box::new(BwrapBackend::open(None)?)),
         ));
     }
+    if let Some(agent) = agent.filter(|_| scope.has_run) {
+        findings.extend(agent_program(&agent.command));
+    }
+    findings
+}
+
+/// Looks for an agent's program, and for the files that its arguments seem to name.
+fn agent_program(command: &[String]) -> Vec<Finding> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Vec::new();
+    };
+    let mut findings = vec![match find_program(Path::new(program)) {
+        Some(_) => Finding::fine(
+            "actors",
+            format!("the agent's program `{program}` is there"),
+        ),
+        None => Finding::wrong(
+            "actors",
+            format!("the agent's program `{program}` is no file and not in `PATH`"),
+            "correct `rollout.agent.command`, or install the program",
+        ),
+    }];
+    let is_file = |argument: &&String| argument.contains('/') && !argument.contains("://");
+    let files = arguments.iter().filter(is_file);
+    let absent = files.filter(|file| !Path::new(file).exists());
+    findings.extend(absent.map(|file| {
+        let about = format!("there is no `{file}`, which `rollout.agent.command` seems to name");
+        Finding::missing(
+            "actors",
+            false,
+            about,
+            "correct the path; it is taken from where the run is started",
+        )
+    }));
     findings
 }
 
@@ -128,6 +162,24 @@ mod tests {
         assert_eq!(look(true).state, State::Wrong);
         assert_eq!(look(false).state, State::Note);
         assert_eq!(look(false).fix.as_deref(), Some("apt-get install it"));
+    }
+
+    #[test]
+    fn an_agent_that_is_not_there_is_wrong_and_so_may_be_its_files() {
+        let look = |command: &[&str]| {
+            let command: Vec<String> = command.iter().map(|&word| word.to_owned()).collect();
+            let found = agent_program(&command);
+            found
+                .iter()
+                .map(|finding| finding.state)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(look(&["no-such-agent"]), [State::Wrong]);
+        assert_eq!(look(&["sh", "-c", "x"]), [State::Fine]);
+        assert_eq!(
+            look(&["sh", "no/such.sh", "http://a/b"]),
+            [State::Fine, State::Note]
+        );
     }
 
     #[test]
