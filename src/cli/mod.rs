@@ -13,7 +13,7 @@ mod progress;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 use self::args::GlobalArgs;
 use self::failure::report;
@@ -94,10 +94,18 @@ enum Command {
     Grade(commands::grade::GradeArgs),
     /// Work with task sets
     Task(commands::task::TaskArgs),
+    /// Write an annotated run file for a recipe, or list the recipes
+    Init(commands::init::InitArgs),
+    /// Write the JSON Schema of the run file, for editors
+    Schema(commands::schema::SchemaArgs),
     /// Check this machine, or what a run needs of it, and say what mends what is wrong
     Doctor(commands::doctor::DoctorArgs),
     /// Prepare the cached Python runtime, or show where it is
     Runtime(commands::runtime::RuntimeArgs),
+    /// Write the completions of a shell
+    Completions(commands::completions::CompletionsArgs),
+    /// Write manual pages
+    Man(commands::completions::ManArgs),
     /// Serve commands and files of the machine that this runs in, for actors elsewhere
     Sandboxd(commands::sandboxd::SandboxdArgs),
     /// Run guests for the process that starts this one
@@ -134,6 +142,12 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => commands::exec::run(&args, &printer),
         Command::Grade(args) => commands::grade::run(&args, &printer),
         Command::Task(args) => commands::task::run(&args, &printer),
+        Command::Init(args) => commands::init::run(&args, &printer),
+        Command::Schema(args) => commands::schema::run(&args, &printer),
+        Command::Completions(args) => {
+            commands::completions::completions(&args, Cli::command(), &printer)
+        }
+        Command::Man(args) => commands::completions::man(&args, Cli::command(), &printer),
         Command::Doctor(args) => commands::doctor::run(&args, &printer),
         Command::Runtime(args) => commands::runtime::run(&args, &printer),
         Command::Sandboxd(args) => commands::sandboxd::run(&args, &printer),

@@ -22,7 +22,7 @@ const MAX_ACTORS: usize = 4096;
 
 /// Where the tasks of Harbor and SWE-bench run: in actors, small Linuxes with a shell and without a network
 /// (docs/heavy-tier.md). Other tasks have none and need none of this.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ActorConfig {
     /// What keeps their programs in; `auto` unless given.
@@ -45,9 +45,11 @@ pub struct ActorConfig {
     pub max_actors: usize,
     /// Memory of an actor, where its task does not say; 2GiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub memory: ByteSize,
     /// What an actor may write to files, where its task does not say; 2GiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub disk: ByteSize,
     /// What the artifacts of a Harbor task may hold together, which are handed to a verifier of its own; 256MiB
     /// unless given. Of each rollout that is judged as much is in memory, a few times over.
@@ -61,9 +63,11 @@ pub struct ActorConfig {
     /// The longest that a command of the policy may take; 1m unless given. What it started ends with it, and
     /// the policy is told.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub command_timeout: Duration,
     /// The longest that the tests of an instance of SWE-bench may take; 30m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub test_timeout: Duration,
     /// What a patch of SWE-bench earns besides the 1 for resolving its issue.
     pub bonus: SwebenchBonusConfig,
@@ -97,7 +101,9 @@ impl Default for ActorConfig {
 }
 
 /// A way to run actors.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActorBackendName {
     /// The strongest that is there, and none that is weaker than gVisor.
@@ -131,7 +137,7 @@ impl ActorBackendName {
 }
 
 /// Rewards of SWE-bench on top of the 1 for a patch that resolves its issue, each off unless given.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SwebenchBonusConfig {
     /// For fewer changed lines than the reference; 0 unless given, 0.1 is usual.

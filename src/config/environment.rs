@@ -15,7 +15,7 @@ use crate::task::Split;
 const MAX_NAME: usize = 64;
 
 /// One of several environments.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EnvironmentConfig {
     /// The environment's part of the run's groups, over the sum of all weights; 1 unless given. After any
@@ -63,6 +63,7 @@ pub struct EnvironmentConfig {
         with = "units::optional_byte_size",
         skip_serializing_if = "Option::is_none"
     )]
+    #[schemars(with = "Option<units::SizeText>")]
     pub tool_output: Option<ByteSize>,
     /// As `sandbox.fuel`, and that unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -72,6 +73,7 @@ pub struct EnvironmentConfig {
         with = "units::optional_duration",
         skip_serializing_if = "Option::is_none"
     )]
+    #[schemars(with = "Option<units::DurationText>")]
     pub deadline: Option<Duration>,
     /// A table with the keys of `[env]`: the environment is one of another server.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -12,7 +12,7 @@ use super::validate::Issues;
 use crate::address::shown;
 
 /// How actors are made on Kubernetes.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct KubernetesConfig {
     /// The namespace; that of the kubeconfig's context or of the pod unless given.
@@ -44,10 +44,12 @@ pub struct KubernetesConfig {
     pub tolerations: Vec<TolerationConfig>,
     /// How long one request to the API server may take, repetitions included; 1m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub request_timeout: Duration,
     /// How long an actor may take from its claim until it runs: nodes that are added and images that are pulled
     /// count; 10m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub ready_timeout: Duration,
 }
 
@@ -71,7 +73,7 @@ impl Default for KubernetesConfig {
 }
 
 /// A taint that actors tolerate.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TolerationConfig {
     /// The taint's key.

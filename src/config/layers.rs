@@ -272,7 +272,7 @@ fn check_section(
 }
 
 /// Returns a configuration with a value for every key, also for those that have none by default.
-fn every_key() -> RunConfig {
+pub(super) fn every_key() -> RunConfig {
     let mut config = RunConfig {
         preset: Some(Preset::Trl),
         ..RunConfig::default()

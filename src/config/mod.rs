@@ -19,6 +19,7 @@ mod kubernetes;
 mod layers;
 mod preset;
 mod remote;
+mod schema;
 mod substrate;
 mod units;
 mod validate;
@@ -59,7 +60,7 @@ pub use substrate::{SubstrateConfig, TemplateConfig};
 /// assert_eq!(config.sandbox.deadline.as_millis(), 500);
 /// # Ok::<(), wardian::config::ConfigError>(())
 /// ```
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
     /// Settings of a paper or another trainer to start from; none unless given. Named in a file, they
@@ -102,7 +103,7 @@ pub struct RunConfig {
 
 /// What is done about steps that look wrong: what counts as such, and for each kind `warn`, `skip` or
 /// `stop`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct WatchConfig {
     /// About a gradient that is not a number; `stop` unless given. It never reaches the weights.
@@ -153,7 +154,7 @@ impl Default for WatchConfig {
 }
 
 /// What is done about a step that looks wrong.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Response {
     /// Say so and go on.
@@ -165,7 +166,7 @@ pub enum Response {
 }
 
 /// Where metrics go besides `metrics.jsonl`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
     /// Write an event file for `TensorBoard` into the run folder's `tensorboard/`; not unless given.
@@ -177,7 +178,7 @@ pub struct LogConfig {
 }
 
 /// The policy: its checkpoint and how it is held.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelConfig {
     /// The checkpoint: a folder with `config.json`, weights and tokenizer, or a hub repository
@@ -198,7 +199,9 @@ pub struct ModelConfig {
 }
 
 /// What weights are held in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// `bf16` on a GPU, `f32` on a CPU unless `compute_dtype` says otherwise.
@@ -227,7 +230,9 @@ impl Dtype {
 }
 
 /// What a CPU multiplies with frozen weights in. A GPU computes in what weights are held in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDtype {
     /// 32-bit floats.
@@ -240,7 +245,9 @@ pub enum ComputeDtype {
 }
 
 /// Where a model runs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
     /// The first GPU if the program was built for one and there is one, else the CPU.
@@ -253,7 +260,7 @@ pub enum Device {
 }
 
 /// What the policy is asked to solve.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TaskConfig {
     /// The tasks to learn from: a file, a folder or a hub data set (see
@@ -285,7 +292,9 @@ pub struct TaskConfig {
 }
 
 /// Which tasks a step draws.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Curriculum {
     /// All in turn, each epoch in another order.
@@ -313,7 +322,7 @@ impl Default for TaskConfig {
 }
 
 /// How episodes are sampled.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RolloutConfig {
     /// Samples of one task that are compared with each other, G in GRPO; 8 unless given.
@@ -342,6 +351,7 @@ pub struct RolloutConfig {
         with = "units::optional_duration",
         skip_serializing_if = "Option::is_none"
     )]
+    #[schemars(with = "Option<units::DurationText>")]
     pub deadline: Option<Duration>,
     /// Divides the logits before sampling and in every log-probability; 1.0 unless given.
     pub temperature: f64,
@@ -360,6 +370,7 @@ pub struct RolloutConfig {
     pub system_prompt: Option<String>,
     /// How much of a tool's output the policy is fed, head and tail kept; 4KiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub tool_output: ByteSize,
     /// A program that acts in the place of the turns and tools here; none unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -369,7 +380,7 @@ pub struct RolloutConfig {
 /// An agent that is a program of its own. Each episode starts it with the address and the key of a proxy
 /// in front of the policy, and with a task; what it leaves as its answer is graded, and what the policy
 /// sampled for it is learned from (docs/proxy.md). The turns, the tools and the system prompt are its own.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct AgentConfig {
     /// The program and its arguments; has to be given.
@@ -385,6 +396,7 @@ pub struct AgentConfig {
     pub concurrency: usize,
     /// The longest that one may take, after which what it has left is graded; 10m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub timeout: Duration,
     /// Calls of the policy in an episode, after which it is told to stop; 64 unless given, 0 for no limit.
     pub max_model_calls: u64,
@@ -405,7 +417,9 @@ impl Default for AgentConfig {
 }
 
 /// What keeps an agent from the rest of the machine.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum AgentIsolation {
     /// Namespaces, by the program `bwrap`: it sees the system's programs and a folder of its own, and has the
@@ -440,11 +454,12 @@ impl Default for RolloutConfig {
 }
 
 /// What the policy's code may use, in each call of a tool and each grading.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SandboxConfig {
     /// Linear memory of an instance, interpreter included; 256MiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub memory: ByteSize,
     /// Fuel, in units of work of about one WebAssembly operator; 10 billion unless given, mostly
     /// one to three seconds of Python. It ends a program at the same point on every machine, so
@@ -453,6 +468,7 @@ pub struct SandboxConfig {
     /// Wall-clock time of one call; 30s unless given. An episode that meets it is left out of
     /// learning: it says something about the machine.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub deadline: Duration,
     /// Fuel of a submission while it is graded; 50 billion unless given, which every reference
     /// solution of MBPP keeps to. A submission that never ends uses all of it, in five to fifteen
@@ -460,9 +476,11 @@ pub struct SandboxConfig {
     pub grade_fuel: u64,
     /// Wall-clock time for all tests of one submission; 2m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub grade_deadline: Duration,
     /// Standard output and error kept of one tool call, each; 64KiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub output: ByteSize,
     /// Python runtime of the policy's tool calls: `python` unless given, or `science`, which has
     /// numpy, pandas and scipy, and which `wardian runtime build` must have added. Scoring is done
@@ -504,7 +522,7 @@ impl Default for SandboxConfig {
 }
 
 /// How the policy is updated.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainerConfig {
     /// Optimizer steps of the run; 100 unless given.
@@ -648,6 +666,7 @@ pub struct TrainerConfig {
         with = "units::optional_byte_size",
         skip_serializing_if = "Option::is_none"
     )]
+    #[schemars(with = "Option<units::SizeText>")]
     pub memory_budget: Option<ByteSize>,
     /// The rank of the LoRA matrices; 16 unless given.
     pub lora_rank: usize,
@@ -659,6 +678,7 @@ pub struct TrainerConfig {
     /// The projections that get LoRA matrices, by their names in checkpoints, or `all-linear`; all linear
     /// ones of a block unless given.
     #[serde(deserialize_with = "units::one_or_many")]
+    #[schemars(with = "units::OneOrMany")]
     pub lora_targets: Vec<String>,
     /// The share of the inputs of LoRA's updates that is dropped while they are trained, and only then; 0
     /// unless given.
@@ -666,6 +686,7 @@ pub struct TrainerConfig {
     /// Modules that are trained in full beside the LoRA matrices and saved with them, `lm_head` or
     /// `embed_tokens` or both; none unless given. The base's stay as the reference.
     #[serde(deserialize_with = "units::one_or_many")]
+    #[schemars(with = "units::OneOrMany")]
     pub modules_to_save: Vec<String>,
     /// Train head and embedding as one in `modules_to_save` where the model has one matrix for both; false
     /// unless given, as in PEFT: they part ways.
@@ -759,7 +780,7 @@ const LORA_TARGETS: [&str; 7] = [
 ];
 
 /// Which weights learn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TrainMode {
     /// Low-rank matrices beside the frozen projections (Hu et al. 2021, arXiv:2106.09685).
@@ -769,7 +790,7 @@ pub enum TrainMode {
 }
 
 /// How a step size goes on after warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LrSchedule {
     /// It stays.
@@ -781,7 +802,7 @@ pub enum LrSchedule {
 }
 
 /// Which loss is taken: how ratios are bounded, and which mean of the token losses is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LossType {
     /// Clipped ratios; mean over each episode's tokens, then over episodes (Shao et al. 2024,
@@ -807,7 +828,7 @@ pub enum LossType {
 }
 
 /// What a reward is compared with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageEstimator {
     /// The mean of its group (GRPO; Dr. GRPO with `scale_rewards = "none"`).
@@ -838,7 +859,7 @@ impl AdvantageEstimator {
 }
 
 /// How rewards are scaled into advantages, after their group's mean is taken off.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ScaleRewards {
     /// By the standard deviation of the group.
@@ -850,7 +871,7 @@ pub enum ScaleRewards {
 }
 
 /// How several parts of a reward come together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum RewardAggregation {
     /// They are summed by weight and the sum is compared with the group's.
@@ -861,7 +882,7 @@ pub enum RewardAggregation {
 }
 
 /// How the divergence from the reference is estimated from a sampled token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum KlEstimator {
     /// `log p - log ref`.
@@ -874,7 +895,7 @@ pub enum KlEstimator {
 
 /// Weights for tokens that were sampled with other log-probabilities than the trainer computes, by
 /// TRL's names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SamplerCorrection {
     /// No weights.
@@ -892,7 +913,7 @@ pub enum SamplerCorrection {
 }
 
 /// How the policy is measured.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalConfig {
     /// Steps between evaluations; 0, the default, for one before and one after the run.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The settings of a paper or of another trainer, which the keys beside its name go before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 pub enum Preset {
     /// The defaults of TRL 1.16's `GRPOConfig`.
     #[serde(rename = "trl-1.16")]

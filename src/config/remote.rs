@@ -19,7 +19,7 @@ const MAX_WAIT: Duration = Duration::from_hours(24);
 /// at a time (docs/openenv.md). Its episodes are those of `task.path`, JSON Lines with a `prompt` in each row
 /// whose other fields are given to the reset, or `episodes` of them. It rewards: `[reward]` and `[sandbox]` say
 /// nothing about it.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RemoteConfig {
     /// Which protocol the server speaks; `openenv` unless given.
@@ -55,19 +55,24 @@ pub struct RemoteConfig {
     pub pass_reward: f64,
     /// The longest that connecting may take; 10s unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub connect_timeout: Duration,
     /// The longest that a reset may take; 1m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub reset_timeout: Duration,
     /// The longest that a step may take; 1m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub step_timeout: Duration,
     /// How long a connection is tried again that cannot be made, or that the server or a router has no room
     /// for; 1m unless given. Steps are never tried again.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub retry_timeout: Duration,
     /// The largest message that is read; 8MiB unless given.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub max_message_size: ByteSize,
 }
 
@@ -94,7 +99,7 @@ impl Default for RemoteConfig {
 }
 
 /// Files of certificates, in PEM. They are read again when they change.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TlsConfig {
     /// The roots that the server's certificate must lead to; those of the web unless given.
@@ -109,7 +114,9 @@ pub struct TlsConfig {
 }
 
 /// Which protocol a server speaks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum RemoteKind {
     /// That of OpenEnv 0.10.
@@ -118,7 +125,9 @@ pub enum RemoteKind {
 }
 
 /// How the policy's turns become actions.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum ActionStyle {
     /// By tools where the environment lists some, as text where its actions are one text, else by one tool,
@@ -132,7 +141,9 @@ pub enum ActionStyle {
 }
 
 /// Which reward of an episode's steps is the episode's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum RewardRule {
     /// The last, which is what TRL's examples take.

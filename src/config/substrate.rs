@@ -12,7 +12,7 @@ use super::{TlsConfig, units};
 use crate::address::shown;
 
 /// An Agent Substrate (docs/heavy-tier.md).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SubstrateConfig {
     /// The control plane's address, `https://HOST:PORT`, or `http://HOST:PORT` where something before it does
@@ -45,9 +45,11 @@ pub struct SubstrateConfig {
     pub owner: Option<String>,
     /// How long a call of the control plane may take; 1m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub call_timeout: Duration,
     /// How long an actor may take to be started, waiting for a free worker included; 2m unless given.
     #[serde(with = "units::duration")]
+    #[schemars(with = "units::DurationText")]
     pub ready_timeout: Duration,
 }
 
@@ -71,7 +73,7 @@ impl Default for SubstrateConfig {
 }
 
 /// How templates are made of images.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TemplateConfig {
     /// Where snapshots are kept, such as `gs://BUCKET/FOLDER`; has to be given.

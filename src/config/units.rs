@@ -1,5 +1,7 @@
 //! Sizes, durations and lists as people write them: `256MiB`, `500ms`, one name for a list of one.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Deserializer};
 
 /// Reads a name, or a list of them.
@@ -116,5 +118,60 @@ pub(super) mod optional_duration {
         from: D,
     ) -> Result<Option<Duration>, D::Error> {
         super::duration::deserialize(from).map(Some)
+    }
+}
+
+/// What [`byte_size`] reads, for the schema.
+pub(super) struct SizeText;
+
+impl schemars::JsonSchema for SizeText {
+    fn schema_name() -> Cow<'static, str> {
+        "Size".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "description": "Bytes: a number, or a text with a unit such as 256MiB.",
+            "anyOf": [
+                { "type": "string", "examples": ["256MiB", "2GiB", "64KiB"] },
+                { "type": "integer", "minimum": 0 },
+            ],
+        })
+    }
+}
+
+/// What [`duration`] reads, for the schema.
+pub(super) struct DurationText;
+
+impl schemars::JsonSchema for DurationText {
+    fn schema_name() -> Cow<'static, str> {
+        "Duration".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "description": "A duration with its unit.",
+            "type": "string",
+            "examples": ["2s", "500ms", "1m 30s"],
+        })
+    }
+}
+
+/// What [`one_or_many`] reads, for the schema.
+pub(super) struct OneOrMany;
+
+impl schemars::JsonSchema for OneOrMany {
+    fn schema_name() -> Cow<'static, str> {
+        "OneOrMany".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "description": "A name, or a list of them.",
+            "anyOf": [
+                { "type": "string" },
+                { "type": "array", "items": { "type": "string" } },
+            ],
+        })
     }
 }

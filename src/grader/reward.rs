@@ -26,7 +26,7 @@ use super::verdict::{TestStatus, Verdict, VerdictStatus};
 /// assert_eq!((terms.passed, terms.weight("test_fraction")), (1.0, 0.5));
 /// # Ok::<(), toml::de::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RewardTerms {
     /// Weight of the grader's own reward: 1 for passing every test, or its score; 1 unless given.

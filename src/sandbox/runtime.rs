@@ -86,7 +86,9 @@ pub struct RuntimeOptions {
 ///
 /// With either, every program ends, and the same program uses the same fuel; the two meters count
 /// differently.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Meter {
     /// By loop iterations and calls, weighed by the code in them: about one unit per operator.
@@ -101,7 +103,9 @@ pub enum Meter {
 }
 
 /// How an instance is made fresh for its next guest.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restore {
     /// Its memory is put back page by page, its stack pointer reset. Sound because these are all

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::TaskError;
 
 /// A part of a data set, by the names MBPP uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
     /// Tasks to learn from.

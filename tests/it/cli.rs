@@ -59,8 +59,22 @@ fn help_names_every_command() {
     let output = wardian(&["--help"]);
     assert_eq!(output.status.code(), Some(0));
     for command in [
-        "train", "sft", "eval", "plan", "bench", "chat", "serve", "exec", "grade", "task",
+        "train",
+        "sft",
+        "eval",
+        "plan",
+        "bench",
+        "chat",
+        "serve",
+        "exec",
+        "grade",
+        "task",
+        "init",
+        "schema",
+        "doctor",
         "runtime",
+        "completions",
+        "man",
     ] {
         assert!(text(&output.stdout).contains(command));
     }

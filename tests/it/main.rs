@@ -4,6 +4,7 @@ mod actor;
 mod agent;
 mod chat;
 mod cli;
+mod commands;
 mod config;
 mod doctor;
 mod engine;

@@ -29,7 +29,9 @@ pub(super) use tagged::{
 pub(super) const MAX_TOOL_CALLS: usize = 64;
 
 /// How a model writes tool calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ToolCallFormat {

@@ -2,6 +2,7 @@
 
 pub(super) mod bench;
 pub(super) mod chat;
+pub(super) mod completions;
 pub(super) mod doctor;
 pub(super) mod eval;
 mod eval_endpoint;
@@ -9,12 +10,14 @@ pub(super) mod exec;
 pub(super) mod export;
 pub(super) mod grade;
 mod grading;
+pub(super) mod init;
 pub(super) mod plan;
 pub(super) mod proxy;
 pub(super) mod report;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 pub(super) mod sandboxd;
+pub(super) mod schema;
 pub(super) mod serve;
 mod serve_env;
 mod serving;
