@@ -74,6 +74,10 @@ enum Command {
     Eval(commands::eval::EvalArgs),
     /// Write the report of a run: curves, before and after, episodes token by token
     Report(commands::report::ReportArgs),
+    /// List the runs of a folder: how they stand and what they came to
+    Runs(commands::runs::RunsArgs),
+    /// Compare two runs: settings, pass rates, metrics and time
+    Compare(commands::runs::CompareArgs),
     /// Write a run's episodes as other tools read them, one file each
     Trajectories(commands::trajectories::TrajectoriesArgs),
     /// Write a model as a Hugging Face folder, with its adapter merged
@@ -132,6 +136,8 @@ pub fn main() -> ExitCode {
         Command::Sft(args) => commands::sft::run(&args, &printer),
         Command::Eval(args) => commands::eval::run(&args, &printer),
         Command::Report(args) => commands::report::run(&args, &printer),
+        Command::Runs(args) => commands::runs::list(&args, &printer),
+        Command::Compare(args) => commands::runs::compare(&args, &printer),
         Command::Trajectories(args) => commands::trajectories::run(&args, &printer),
         Command::Export(args) => commands::export::run(&args, &printer),
         Command::Plan(args) => commands::plan::run(&args, &printer),

@@ -69,6 +69,8 @@ fn help_names_every_command() {
         "exec",
         "grade",
         "task",
+        "runs",
+        "compare",
         "init",
         "schema",
         "doctor",

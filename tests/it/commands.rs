@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn wardian_in(folder: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_wardian"))
@@ -77,6 +77,122 @@ fn the_schema_goes_to_a_file_or_the_terminal() {
     printed(folder.path(), &["schema", "--out", "schema.json"]);
     let file = fs_err::read_to_string(folder.path().join("schema.json")).expect("it is written");
     assert_eq!(file, text);
+}
+
+/// Writes the folder of a run.
+fn write_run(folder: &Path, settings: &str, rewards: &[f64], summary: Option<Value>) {
+    fs_err::create_dir_all(folder).expect("made");
+    fs_err::write(folder.join("run.toml"), settings).expect("written");
+    let measured = json!({ "step": 0, "eval/pass_at_1": 0.25, "eval/ci95": [0.125, 0.375] });
+    let row = |(step, reward): (u64, &f64)| {
+        json!({
+            "step": step, "reward": reward, "step_time": 2.0, "generate_time": 1.5,
+            "update_time": 0.25, "tokens_per_second": 100.0, "completions/mean_length": 40.0,
+        })
+    };
+    let rows = std::iter::once(measured).chain((1..).zip(rewards).map(row));
+    let metrics: String = rows.map(|row| row.to_string() + "\n").collect();
+    fs_err::write(folder.join("metrics.jsonl"), metrics).expect("written");
+    if let Some(summary) = summary {
+        fs_err::write(folder.join("summary.json"), summary.to_string()).expect("written");
+    }
+}
+
+fn two_runs() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let runs = folder.path().join("runs");
+    let measured = |pass_at_1: f64| {
+        json!({
+            "pass_at_1": pass_at_1, "ci95": [pass_at_1 - 0.0625, pass_at_1 + 0.0625],
+            "tasks": 8, "samples": 2, "unscorable": 0,
+        })
+    };
+    let summary = json!({
+        "before": measured(0.25), "after": measured(0.75), "difference": null,
+        "steps": 3, "wall_s": 90.0, "tokens": 1000, "seed": 0,
+    });
+    let first = "seed = 0\n[trainer]\nsteps = 3\nlearning_rate = 1e-4\n";
+    write_run(&runs.join("first"), first, &[0.1, 0.5, 0.4], Some(summary));
+    let second = "seed = 0\n[trainer]\nsteps = 9\nlearning_rate = 1e-5\n";
+    write_run(&runs.join("second"), second, &[0.1, 0.2], None);
+    fs_err::create_dir(runs.join("no-run")).expect("made");
+    folder
+}
+
+#[test]
+fn runs_are_listed_with_what_they_came_to() {
+    let folder = two_runs();
+    let list = printed(folder.path(), &["runs"]);
+    let lines: Vec<Vec<&str>> = list
+        .lines()
+        .map(|l| l.split_whitespace().collect())
+        .collect();
+    assert_eq!(lines.len(), 3, "{list}");
+    assert_eq!(
+        lines[0],
+        [
+            "NAME", "STATE", "STEPS", "REWARD", "PASS@1", "STARTED", "TIME"
+        ]
+    );
+    let row = |name: &str| {
+        let found = lines.iter().find(|line| line[0] == name);
+        found.unwrap_or_else(|| panic!("{list}")).clone()
+    };
+    assert_eq!(
+        row("first")[..5],
+        ["first", "finished", "3/3", "0.500", "0.750"]
+    );
+    assert_eq!(row("first")[6..].join(" "), "1 min 30 s");
+    assert_eq!(
+        row("second")[..5],
+        ["second", "stopped", "2/9", "0.200", "0.250"]
+    );
+    let all: Value = serde_json::from_str(&printed(folder.path(), &["runs", "--format", "json"]))
+        .expect("one JSON value");
+    let all = all.as_array().expect("a list");
+    let first = all
+        .iter()
+        .find(|run| run["name"] == "first")
+        .expect("it is listed");
+    assert_eq!(first["state"], "finished");
+    assert_eq!(first["ci95"], json!([0.6875, 0.8125]));
+    assert_eq!(first["seconds"], 90.0);
+    refused(folder.path(), &["runs", "nowhere"], "nowhere");
+}
+
+#[test]
+fn two_runs_are_compared_by_settings_pass_rates_metrics_and_time() {
+    let folder = two_runs();
+    let arguments = ["compare", "runs/first", "runs/second"];
+    let text = printed(folder.path(), &arguments);
+    for part in [
+        "trainer.learning_rate",
+        "75.0 % (68.8 to 81.2), step 3",
+        "25.0 % (12.5 to 37.5), step 0",
+        "0.4000 (0.5000)",
+        "generate_time",
+    ] {
+        assert!(text.contains(part), "`{part}` is not in: {text}");
+    }
+    assert!(
+        !text.contains("  seed"),
+        "what is alike is left out: {text}"
+    );
+    let json = printed(
+        folder.path(),
+        &[&arguments[..], &["--format", "json"]].concat(),
+    );
+    let compared: Value = serde_json::from_str(&json).expect("one JSON value");
+    let settings = compared["settings"].as_array().expect("a list");
+    let changed: Vec<&Value> = settings.iter().map(|setting| &setting["key"]).collect();
+    assert_eq!(changed, ["trainer.learning_rate", "trainer.steps"]);
+    assert_eq!(compared["pass_rates"][2]["values"][0]["pass_at_1"], 0.75);
+    assert_eq!(compared["curves"][0]["values"][1]["best"], 0.2);
+    refused(
+        folder.path(),
+        &["compare", "runs/first", "runs/no-run"],
+        "no-run",
+    );
 }
 
 #[test]

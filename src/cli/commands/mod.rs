@@ -14,6 +14,7 @@ pub(super) mod init;
 pub(super) mod plan;
 pub(super) mod proxy;
 pub(super) mod report;
+pub(super) mod runs;
 pub(super) mod runtime;
 pub(super) mod sandbox_worker;
 pub(super) mod sandboxd;
