@@ -84,6 +84,8 @@ enum Command {
     Export(commands::export::ExportArgs),
     /// Show where the memory of a run would go, without loading anything
     Plan(commands::plan::PlanArgs),
+    /// Measure a minute of a run, and say what the whole of it would take here
+    Calibrate(commands::calibrate::CalibrateArgs),
     /// Measure how fast a model runs here, beside a server if one is named
     Bench(commands::bench::BenchArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
@@ -141,6 +143,7 @@ pub fn main() -> ExitCode {
         Command::Trajectories(args) => commands::trajectories::run(&args, &printer),
         Command::Export(args) => commands::export::run(&args, &printer),
         Command::Plan(args) => commands::plan::run(&args, &printer),
+        Command::Calibrate(args) => commands::calibrate::run(&args, &printer),
         Command::Bench(args) => commands::bench::run(&args, &printer),
         Command::Chat(args) => commands::chat::run(&args, &printer),
         Command::Serve(args) => commands::serve::run(&args, &printer),

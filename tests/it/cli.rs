@@ -63,6 +63,7 @@ fn help_names_every_command() {
         "sft",
         "eval",
         "plan",
+        "calibrate",
         "bench",
         "chat",
         "serve",

@@ -200,7 +200,7 @@ fn every_command_is_completed_and_has_a_page() {
     let folder = tempfile::tempdir().expect("a folder");
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(folder.path(), &["completions", shell]);
-        for word in ["train", "doctor", "config"] {
+        for word in ["train", "doctor", "price-per-hour"] {
             assert!(script.contains(word), "no `{word}` in {shell}");
         }
         // Not all of them know the values of what has no option's name.
@@ -228,5 +228,66 @@ fn every_command_is_completed_and_has_a_page() {
             .path()
             .join("pages/wardian-sandbox-worker.1")
             .exists()
+    );
+}
+
+#[test]
+fn a_run_is_calibrated_by_steps_of_its_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let sets = [
+        "rollout.groups_per_step=4",
+        "rollout.group_size=4",
+        "trainer.steps=10",
+        "eval.limit=6",
+    ];
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let arguments = [
+        "calibrate",
+        "--time",
+        "6s",
+        "--price-per-hour",
+        "3",
+        "--format",
+        "json",
+    ];
+    let arguments: Vec<&str> = arguments.into_iter().chain(sets).collect();
+    let text = printed(folder.path(), &arguments);
+    let found: Value = serde_json::from_str(&text).expect("one JSON value");
+    let number = |path: &str| {
+        let value = found.pointer(path).and_then(Value::as_f64);
+        value.unwrap_or_else(|| panic!("{path}: {text}"))
+    };
+    assert_eq!(found["measured"][0]["groups"], 1);
+    for path in [
+        "/step/generate_seconds",
+        "/step/update_seconds",
+        "/step/tokens_per_second",
+    ] {
+        assert!(number(path) > 0.0, "{path}: {text}");
+    }
+    assert!(
+        number("/step/seconds")
+            >= number("/step/generate_seconds") + number("/step/update_seconds")
+    );
+    assert_eq!(number("/steps_seconds"), 10.0 * number("/step/seconds"));
+    assert_eq!(
+        number("/seconds"),
+        number("/steps_seconds") + number("/evaluations_seconds")
+    );
+    assert!((number("/cost") - number("/seconds") / 1200.0).abs() < 1e-9);
+    assert!(number("/memory/measured_bytes") > 1e6 && number("/memory/planned_bytes") > 1e6);
+    let concluded = found["extrapolated"].as_array().expect("a list");
+    assert!(concluded.len() >= 2, "{text}");
+    // It leaves nothing.
+    assert_eq!(
+        fs_err::read_dir(folder.path())
+            .expect("it is there")
+            .count(),
+        0
+    );
+    refused(
+        folder.path(),
+        &["calibrate", "--price-per-hour=-1"],
+        "price",
     );
 }

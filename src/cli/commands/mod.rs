@@ -1,6 +1,7 @@
 //! One file a command.
 
 pub(super) mod bench;
+pub(super) mod calibrate;
 pub(super) mod chat;
 pub(super) mod completions;
 pub(super) mod doctor;
