@@ -54,6 +54,7 @@ pub struct ActorConfig {
     /// What the artifacts of a Harbor task may hold together, which are handed to a verifier of its own; 256MiB
     /// unless given. Of each rollout that is judged as much is in memory, a few times over.
     #[serde(with = "units::byte_size")]
+    #[schemars(with = "units::SizeText")]
     pub artifacts: ByteSize,
     /// CPUs that an actor may use, where its task does not say; 1 unless given, and parts of one will do. What it
     /// is kept to it by depends on the backend (docs/heavy-tier.md); templates of Substrate have a key of their own.
