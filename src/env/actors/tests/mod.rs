@@ -1,5 +1,6 @@
 //! Episodes in actors that do what a test says.
 
+mod instances;
 mod scripted;
 mod trials;
 
