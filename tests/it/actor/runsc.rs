@@ -328,7 +328,7 @@ fn an_actor_lives_no_longer_than_it_may() {
 fn processes_and_their_memory_are_in_a_snapshot() {
     let scene = runsc();
     let actor = scene.actor();
-    let counter = "(n=0; while :; do n=$((n+1)); echo $n > count; sleep 0.05; done) > /dev/null 2>&1 &\nsleep 0.5; cat count";
+    let counter = "(n=0; while :; do n=$((n+1)); echo $n > new; mv new count; sleep 0.05; done) > /dev/null 2>&1 &\nsleep 0.5; cat count";
     let before: u64 = text(&*actor, counter).parse().unwrap();
     let snapshot = actor.snapshot().unwrap();
     let members: Vec<_> = (0..2).map(|_| snapshot.restore().unwrap()).collect();
