@@ -10,6 +10,7 @@ pub mod chat;
 pub mod cli;
 pub mod collective;
 pub mod config;
+pub mod dashboard;
 pub mod engine;
 pub mod env;
 pub mod eval;

@@ -90,7 +90,7 @@ enum Command {
     Bench(commands::bench::BenchArgs),
     /// Talk to a model in the terminal, which may run Python in a sandbox
     Chat(commands::chat::ChatArgs),
-    /// Serve a model with the OpenAI API, or an environment over OpenEnv's protocol
+    /// Serve a model with the OpenAI API, an environment over OpenEnv's protocol, or a dashboard of runs
     Serve(commands::serve::ServeArgs),
     /// Put agents of third parties in front of a model and capture their calls as tokens
     Proxy(commands::proxy::ProxyArgs),

@@ -103,6 +103,15 @@ impl Tokenizer {
         Self::from_bytes(&bytes, config.as_ref(), &path)
     }
 
+    /// Builds a tokenizer from the bytes of a `tokenizer.json` and a parsed `tokenizer_config.json`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it is none.
+    pub fn from_json(bytes: &[u8], config: Option<&Value>) -> Result<Self, EngineError> {
+        Self::from_bytes(bytes, config, Path::new("tokenizer.json"))
+    }
+
     /// Builds a tokenizer from the bytes of a `tokenizer.json` and a parsed
     /// `tokenizer_config.json`; `path` is for the error message.
     pub(super) fn from_bytes(

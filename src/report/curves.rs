@@ -9,50 +9,7 @@ use serde_json::{Map, Value};
 
 use super::ReportError;
 use super::chart::{Chart, Line, Point};
-
-/// What belongs into one chart, in the page's order. A name that ends in `*` stands for all that
-/// start so; what no chart names has one of its own at the end, so nothing that was logged is hidden.
-const CHARTS: &[(&str, &[&str])] = &[
-    ("Reward", &["reward", "reward_std"]),
-    ("Reward by environment", &["reward/*"]),
-    ("Pass rate by environment", &["pass_rate/*"]),
-    ("Parts of the reward, mean", &["rewards/*"]),
-    ("Held-out pass@1", &["eval/pass_at_1", "eval/pass_at_1/*"]),
-    (
-        "Groups whose rewards are alike, share",
-        &["frac_reward_zero_std"],
-    ),
-    ("Loss", &["loss"]),
-    ("Gradient norm", &["grad_norm"]),
-    ("Entropy, nats a token", &["entropy"]),
-    ("Divergence from the reference", &["kl"]),
-    ("Sampler and trainer, divergence", &["kl_sample_train"]),
-    ("Tokens whose ratio was clipped, share", &["clip_ratio/*"]),
-    (
-        "Sampled tokens an episode",
-        &[
-            "completions/mean_length",
-            "completions/min_length",
-            "completions/max_length",
-        ],
-    ),
-    ("Episodes cut off, share", &["completions/clipped_ratio"]),
-    (
-        "Tool calls: an episode, and their failures",
-        &["tools/call_frequency", "tools/failure_frequency"],
-    ),
-    ("Turns an episode", &["episodes/turns"]),
-    ("Episodes we failed to score", &["episodes/unscorable"]),
-    (
-        "Seconds a step",
-        &["step_time", "generate_time", "update_time"],
-    ),
-    ("Tokens sampled a second", &["tokens_per_second"]),
-    ("Learning rate", &["learning_rate"]),
-];
-
-/// The interval of a metric, where another key of its row has it.
-const INTERVALS: &[(&str, &str)] = &[("eval/pass_at_1", "eval/ci95")];
+use super::groups::{CHARTS, INTERVALS};
 
 /// What `metrics.jsonl` holds.
 #[derive(Debug, Default)]
@@ -111,14 +68,14 @@ impl Metrics {
 
     /// Returns the charts.
     pub(super) fn curves(&self) -> Curves {
-        let main = CHARTS.iter().filter_map(|(title, names)| {
-            let lines: Vec<Line> = names.iter().flat_map(|name| self.lines(name)).collect();
-            Chart::new(title, &lines)
+        let main = CHARTS.iter().filter_map(|group| {
+            let names = group.names.iter();
+            let lines: Vec<Line> = names.flat_map(|name| self.lines(name)).collect();
+            Chart::new(group.title, &lines)
         });
         let is_named = |name: &str| {
-            CHARTS
-                .iter()
-                .any(|(_, names)| names.iter().any(|pattern| matches(pattern, name)))
+            let mut patterns = CHARTS.iter().flat_map(|group| group.names);
+            patterns.any(|pattern| matches(pattern, name))
         };
         let others = self.series.keys().filter(|name| !is_named(name));
         Curves {

@@ -129,34 +129,42 @@ fn example(step: u64, episode: &Trajectory, tokenizer: Option<&Tokenizer>) -> Ex
     }
 }
 
-fn tokens(trace: &TokenTrace, tokenizer: Option<&Tokenizer>) -> Vec<Token> {
+/// Returns the text of each token. A token that ends within a character has none, and the one that
+/// completes it has all of it; without a tokenizer, or for an id that it does not know, it is the id.
+pub(crate) fn token_texts<'a>(
+    ids: &'a [u32],
+    tokenizer: Option<&Tokenizer>,
+) -> impl Iterator<Item = String> + use<'a> {
     let mut detokenizer = tokenizer.map(Tokenizer::detokenizer);
-    let shown = trace
-        .ids()
-        .iter()
+    ids.iter().map(move |id| {
+        let text = detokenizer
+            .as_mut()
+            .map(|detokenizer| detokenizer.push(*id));
+        match text {
+            Some(Ok(text)) => text,
+            _ => format!("[{id}]"),
+        }
+    })
+}
+
+fn tokens(trace: &TokenTrace, tokenizer: Option<&Tokenizer>) -> Vec<Token> {
+    let shown = token_texts(trace.ids(), tokenizer)
+        .zip(trace.ids())
         .zip(trace.logprobs())
         .zip(trace.loss_mask());
     shown
         .take(MAX_TOKENS)
         .enumerate()
-        .map(|(position, ((id, logprob), mask))| {
-            let text = detokenizer
-                .as_mut()
-                .map(|detokenizer| detokenizer.push(*id));
-            Token {
-                text: match text {
-                    Some(Ok(text)) => text,
-                    _ => format!("[{id}]"),
-                },
-                id: *id,
-                kind: match (position < trace.prompt_len(), mask) {
-                    (true, _) => "p",
-                    (_, 0) => "o",
-                    _ => "s",
-                },
-                logprob: *logprob,
-                shade: shade(*logprob),
-            }
+        .map(|(position, (((text, id), logprob), mask))| Token {
+            text,
+            id: *id,
+            kind: match (position < trace.prompt_len(), mask) {
+                (true, _) => "p",
+                (_, 0) => "o",
+                _ => "s",
+            },
+            logprob: *logprob,
+            shade: shade(*logprob),
         })
         .collect()
 }

@@ -9,6 +9,7 @@ mod chart;
 mod curves;
 mod episodes;
 mod error;
+mod groups;
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +24,9 @@ use crate::address::shown_in;
 use crate::config::RunConfig;
 use crate::run::{Change, Measured, Summary, write_atomically};
 
+pub(crate) use self::episodes::token_texts;
 pub use self::error::ReportError;
+pub(crate) use self::groups::{CHARTS, INTERVALS};
 
 const TEMPLATE: &str = include_str!("report.html");
 

@@ -80,7 +80,7 @@ pub(super) fn critic(config: &RunConfig, policy: &Policy) -> Option<ValueHead> {
         .then(|| ValueHead::new(width, value, optimizer_config(config)))
 }
 
-fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
+pub(super) fn advantage_config(trainer: &TrainerConfig) -> AdvantageConfig {
     use config::AdvantageEstimator as Named;
     AdvantageConfig {
         estimator: match trainer.advantage {

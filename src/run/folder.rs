@@ -4,6 +4,8 @@ use std::fs::{Permissions, TryLockError};
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use fs_err as fs;
 use serde::Serialize;
@@ -16,6 +18,11 @@ const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
 const SUMMARY: &str = "summary.json";
 
+/// How often a folder that is taken is asked for again, and after which time: who looks whether it is
+/// taken holds it for microseconds.
+const MAX_LOOKS: u32 = 20;
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
 /// The folder of one run.
 ///
 /// ```text
@@ -25,6 +32,7 @@ const SUMMARY: &str = "summary.json";
 /// checkpoints/      step-N/: weights or adapter, optimizer state
 /// final/            the PEFT adapter, or the full weights
 /// summary.json      before and after
+/// state.json        whether it goes on, and how it ended
 /// report.html       all of it to look at
 /// tensorboard/      the metrics once more, where `log.tensorboard` asks for them
 /// ```
@@ -34,7 +42,7 @@ pub struct RunFolder {
     metrics: fs::File,
     sinks: Sinks,
     /// Held as long as the run goes on.
-    _lock: FolderLock,
+    lock: Arc<FolderLock>,
 }
 
 /// What keeps other processes from writing the folder: they would write over each other's steps. The
@@ -53,16 +61,36 @@ impl FolderLock {
     pub fn take(root: &Path) -> Result<Self, RunError> {
         fs::create_dir_all(root)?;
         let folder = fs::File::open(root)?;
-        match folder.file().try_lock() {
-            Err(TryLockError::WouldBlock) => Err(RunError::FolderLocked {
-                path: root.to_owned(),
-            }),
-            Err(TryLockError::Error(error)) => {
-                // As on some file systems over a network.
-                tracing::warn!(%error, "the run folder cannot be kept from other processes");
-                Ok(Self { _folder: folder })
+        let mut looks = 0;
+        loop {
+            match folder.file().try_lock() {
+                // Who only asks whether the folder is taken has it for a moment.
+                Err(TryLockError::WouldBlock) if looks < MAX_LOOKS => {
+                    looks += 1;
+                    std::thread::sleep(LOOK_AGAIN);
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(RunError::FolderLocked {
+                        path: root.to_owned(),
+                    });
+                }
+                Err(TryLockError::Error(error)) => {
+                    // As on some file systems over a network.
+                    tracing::warn!(%error, "the run folder cannot be kept from other processes");
+                    return Ok(Self { _folder: folder });
+                }
+                Ok(()) => return Ok(Self { _folder: folder }),
             }
-            Ok(()) => Ok(Self { _folder: folder }),
+        }
+    }
+
+    /// Returns whether a process has the folder that `folder` was opened for; none where that cannot be
+    /// told. The opened file must be nobody else's.
+    pub(crate) fn is_taken(folder: std::fs::File) -> Option<bool> {
+        match folder.try_lock_shared() {
+            Ok(()) => Some(false),
+            Err(TryLockError::WouldBlock) => Some(true),
+            Err(TryLockError::Error(_)) => None,
         }
     }
 }
@@ -137,8 +165,13 @@ impl RunFolder {
             root: root.to_owned(),
             metrics,
             sinks,
-            _lock: lock,
+            lock: Arc::new(lock),
         })
+    }
+
+    /// Returns what keeps other processes from the folder.
+    pub(super) fn lock(&self) -> Arc<FolderLock> {
+        Arc::clone(&self.lock)
     }
 
     /// Returns the folder of what training made.

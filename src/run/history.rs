@@ -1,11 +1,10 @@
 //! Run folders as they are found: what each came to, and what two of them differ in.
 //!
-//! All is read from the files of the folders, by [`RunRecord::read`]; nothing is locked or written, so runs
-//! that still go are not held up.
+//! All is read from the files of the folders, by [`RunRecord::read`]; nothing is written, and runs that still go are
+//! not held up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -13,25 +12,13 @@ use fs_err as fs;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::{Measured, RunError, Summary};
+use super::state::{Phase, RunState, STATE, phase};
+use super::{FolderLock, Measured, RunError, Summary};
 
 /// Most of a file that is read: metrics of a hundred thousand steps have a third of it.
 const MAX_METRICS: u64 = 512 << 20;
 /// Most of a run's configuration and of its summary.
 const MAX_SMALL: u64 = 4 << 20;
-
-/// How a run stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum RunState {
-    /// It came to its end.
-    Finished,
-    /// A process of this machine works on it.
-    Running,
-    /// It was stopped or ended early; `train --resume` goes on with it.
-    Stopped,
-}
 
 /// The end and the best of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -69,7 +56,7 @@ pub struct RunRecord {
     /// The folder.
     pub folder: PathBuf,
     /// How it stands.
-    pub state: RunState,
+    pub state: Phase,
     /// Optimizer steps done.
     pub steps: u64,
     /// Optimizer steps that it is to have; none where its configuration does not say.
@@ -110,6 +97,11 @@ impl RunRecord {
             .unwrap_or_default();
         let summary = read_bounded(&folder.join("summary.json"))?;
         let summary: Option<Summary> = summary.and_then(|text| serde_json::from_str(&text).ok());
+        let told = read_bounded(&folder.join(STATE))?;
+        let told: Option<RunState> = told.and_then(|text| serde_json::from_str(&text).ok());
+        let is_taken = std::fs::File::open(folder)
+            .ok()
+            .and_then(FolderLock::is_taken);
         let mut metrics = Metrics::default();
         metrics.read(&folder.join("metrics.jsonl"))?;
         let made = fs::metadata(folder)?;
@@ -152,11 +144,7 @@ impl RunRecord {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned(),
-            state: match &summary {
-                Some(_) => RunState::Finished,
-                None if is_locked(&made) => RunState::Running,
-                None => RunState::Stopped,
-            },
+            state: phase(is_taken, told.as_ref(), summary.is_some()).0,
             folder: folder.to_owned(),
             steps,
             planned_steps: settings
@@ -233,24 +221,6 @@ fn flat(table: &toml::Table) -> BTreeMap<String, String> {
         }
     }
     found
-}
-
-/// Whether some process holds the lock of a run's folder, as the kernel lists them. To try to take it would keep
-/// a run that begins at that moment from it.
-fn is_locked(folder: &std::fs::Metadata) -> bool {
-    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
-    lists_lock(&locks, folder.dev(), folder.ino())
-}
-
-/// Whether a list of the kernel's has a lock of a file (proc(5)): `1: FLOCK ADVISORY WRITE 42 fd:01:1234 0 EOF`.
-fn lists_lock(locks: &str, device: u64, inode: u64) -> bool {
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let name = format!("{major:02x}:{minor:02x}:{inode}");
-    locks.lines().any(|line| {
-        let mut words = line.split_whitespace();
-        // Who waits for one has an arrow before the kind.
-        words.nth(1) == Some("FLOCK") && words.any(|word| word == name)
-    })
 }
 
 /// What `metrics.jsonl` comes to.
@@ -345,7 +315,7 @@ mod tests {
         let run = "seed = 1\n[trainer]\nsteps = 9\n[log]\nhttp = 'http://me:secret@example.org'\n";
         let folder = folder_with(&[("run.toml", run), ("metrics.jsonl", METRICS)]);
         let record = RunRecord::read(folder.path()).unwrap();
-        assert_eq!(record.state, RunState::Stopped);
+        assert_eq!(record.state, Phase::Stopped);
         assert_eq!((record.steps, record.planned_steps), (3, Some(9)));
         assert_eq!(record.seconds, 9.0);
         let reward = record.curves["reward"];
@@ -360,29 +330,15 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_goes_on_is_seen_by_its_lock_which_is_left_alone() {
+    fn a_run_that_goes_on_is_seen_by_its_lock() {
         let folder = folder_with(&[("run.toml", "")]);
         let state = || RunRecord::read(folder.path()).unwrap().state;
-        assert_eq!(state(), RunState::Stopped);
+        assert_eq!(state(), Phase::Stopped);
         let lock = FolderLock::take(folder.path()).unwrap();
-        let metadata = fs::metadata(folder.path()).unwrap();
-        let listed = fs::read_to_string("/proc/locks").unwrap_or_default();
-        if listed.contains(&format!(":{} ", metadata.ino())) {
-            assert_eq!(state(), RunState::Running);
-        }
+        assert_eq!(state(), Phase::Running);
         drop(lock);
-        assert_eq!(state(), RunState::Stopped);
+        assert_eq!(state(), Phase::Stopped);
         FolderLock::take(folder.path()).unwrap();
-    }
-
-    #[test]
-    fn a_lock_is_found_by_device_and_inode() {
-        let device = rustix::fs::makedev(0xfd, 1);
-        let line = "3: FLOCK  ADVISORY  WRITE 4711 fd:01:1234 0 EOF\n";
-        assert!(lists_lock(line, device, 1234));
-        assert!(!lists_lock(line, device, 123));
-        assert!(!lists_lock(line, rustix::fs::makedev(0xfd, 2), 1234));
-        assert!(!lists_lock(&line.replace("FLOCK", "POSIX"), device, 1234));
     }
 
     #[test]

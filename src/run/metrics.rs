@@ -8,7 +8,7 @@ use super::mix::environment_of;
 use super::watch::Kind;
 use crate::rollout::RolloutGroup;
 use crate::trainer::StepMetrics;
-use crate::trajectory::{Trajectory, Turn};
+use crate::trajectory::{Status, Trajectory, Turn};
 
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Serialize)]
@@ -86,25 +86,33 @@ pub(super) fn environment_metrics<'a>(
             continue;
         }
         metrics.insert(format!("groups/{name}"), own.len() as f64);
-        let mean = |value: &dyn Fn(&Trajectory) -> Option<f64>| {
-            // As the trainer's `reward`: the mean of the groups' means.
-            let means = own.iter().filter_map(|group| {
-                let values: Vec<f64> = group.episodes().filter_map(value).collect();
-                (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-            });
-            let means: Vec<f64> = means.collect();
-            (!means.is_empty()).then(|| means.iter().sum::<f64>() / means.len() as f64)
-        };
-        if let Some(reward) = mean(&|episode| episode.reward) {
+        if let Some(reward) = mean_of_groups(&own, &|episode| episode.reward) {
             metrics.insert(format!("reward/{name}"), reward);
         }
-        let passed =
-            |episode: &Trajectory| episode.passed.map(|passed| f64::from(u8::from(passed)));
-        if let Some(rate) = mean(&passed) {
+        if let Some(rate) = mean_of_groups(&own, &passed) {
             metrics.insert(format!("pass_rate/{name}"), rate);
         }
     }
     metrics
+}
+
+/// Returns the mean of the groups' means, as the trainer's `reward` is.
+fn mean_of_groups(
+    groups: &[&RolloutGroup],
+    value: &dyn Fn(&Trajectory) -> Option<f64>,
+) -> Option<f64> {
+    let mean = |values: &[f64]| {
+        (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+    };
+    let means: Vec<f64> = (groups.iter())
+        .filter_map(|group| mean(&group.episodes().filter_map(value).collect::<Vec<f64>>()))
+        .collect();
+    mean(&means)
+}
+
+/// Returns 1 for an episode that passed and 0 for one that did not.
+fn passed(episode: &Trajectory) -> Option<f64> {
+    episode.passed.map(|passed| f64::from(u8::from(passed)))
 }
 
 /// What the episodes of a step were like; names as in TRL.
@@ -125,6 +133,13 @@ pub(super) struct EpisodeMetrics {
     /// Mean of each part of the reward.
     #[serde(flatten)]
     pub(super) rewards: BTreeMap<String, f64>,
+    /// Mean over the groups of the share of their episodes that passed; none without a scored one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) pass_rate: Option<f64>,
+    #[serde(rename = "episodes/count")]
+    pub(super) count: usize,
+    #[serde(flatten)]
+    pub(super) endings: Endings,
     #[serde(rename = "episodes/turns")]
     pub(super) turns: f64,
     #[serde(rename = "episodes/unscorable")]
@@ -133,9 +148,40 @@ pub(super) struct EpisodeMetrics {
     pub(super) tool_seconds: f64,
     #[serde(rename = "sandbox/grade_seconds")]
     pub(super) grade_seconds: f64,
+    /// Burnt by all episodes.
+    #[serde(rename = "sandbox/fuel")]
+    pub(super) fuel: u64,
     /// Of steps with tasks in actors.
     #[serde(flatten)]
     pub(super) actors: Option<ActorMetrics>,
+}
+
+/// How the episodes of a step ended, in episodes.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct Endings {
+    #[serde(rename = "endings/finished")]
+    finished: usize,
+    #[serde(rename = "endings/truncated")]
+    truncated: usize,
+    #[serde(rename = "endings/turn_limit")]
+    turn_limit: usize,
+    #[serde(rename = "endings/failed")]
+    failed: usize,
+}
+
+impl Endings {
+    fn new(episodes: &[&Trajectory]) -> Self {
+        let mut endings = Self::default();
+        for episode in episodes {
+            *match episode.status {
+                Status::Finished => &mut endings.finished,
+                Status::Truncated => &mut endings.truncated,
+                Status::TurnLimit => &mut endings.turn_limit,
+                Status::Failed { .. } => &mut endings.failed,
+            } += 1;
+        }
+        endings
+    }
 }
 
 /// What a step's actors cost, and how they ended.
@@ -206,6 +252,9 @@ impl EpisodeMetrics {
             call_frequency: calls / episodes.len() as f64,
             failure_frequency: turns(&|turn| turn.tool_failures) / calls.max(1.0),
             rewards,
+            pass_rate: mean_of_groups(&groups.iter().collect::<Vec<_>>(), &passed),
+            count: episodes.len(),
+            endings: Endings::new(&episodes),
             turns: sum(&rows, &|row| row.turns.len() as f64) / episodes.len() as f64,
             unscorable: episodes
                 .iter()
@@ -213,6 +262,9 @@ impl EpisodeMetrics {
                 .count(),
             tool_seconds: sum(&episodes, &|episode| episode.usage.tool_seconds),
             grade_seconds: sum(&episodes, &|episode| episode.usage.grade_seconds),
+            fuel: (episodes.iter())
+                .map(|episode| episode.usage.fuel)
+                .fold(0, u64::saturating_add),
             actors: ActorMetrics::new(&episodes),
         }
     }

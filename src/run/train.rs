@@ -20,6 +20,7 @@ use super::metrics::{
 use super::mix::Mix;
 use super::policy::Policy;
 use super::ranks::{check_alike, gather};
+use super::state::StateFile;
 use super::summary::{Change, Summary};
 use super::watch::{Anomaly, Observed, WatchState};
 use super::workbench::{Workbench, evaluation_tasks};
@@ -237,7 +238,11 @@ pub fn train(
     options: &TrainOptions<'_>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
-    let result = train_together(config, policy, workbench, options, observer);
+    let mut state = None;
+    let result = train_together(config, policy, workbench, options, &mut state, observer);
+    if let Some(state) = state {
+        state.end(&result);
+    }
     if let Err(error) = &result
         && !error.is_stop()
     {
@@ -252,6 +257,7 @@ fn train_together(
     policy: &Policy,
     workbench: &Workbench,
     options: &TrainOptions<'_>,
+    state: &mut Option<StateFile>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
     let (ranks, limit) = (options.ranks, config.trainer.max_processes);
@@ -269,6 +275,7 @@ fn train_together(
         held_out: held_out.digest(),
     };
     let mut run = begin(config, policy, options, tasks)?;
+    *state = (run.folder.as_ref()).map(|folder| StateFile::begin(options.out, folder.lock()));
     check_alike(ranks, &policy.decoder)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
         let stop = options.stop;

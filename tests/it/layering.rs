@@ -80,6 +80,19 @@ const LAYERS: &[(&str, &[&str])] = &[
         "report",
         &["address", "config", "engine", "run", "trajectory"],
     ),
+    (
+        "dashboard",
+        &[
+            "address",
+            "chat",
+            "config",
+            "engine",
+            "http",
+            "report",
+            "run",
+            "trajectory",
+        ],
+    ),
     ("cli", &[ABOVE]),
 ];
 

@@ -6,6 +6,7 @@ mod chat;
 mod cli;
 mod commands;
 mod config;
+mod dashboard;
 mod doctor;
 mod engine;
 mod golden;

@@ -12,6 +12,7 @@ pub(super) mod export;
 pub(super) mod grade;
 mod grading;
 pub(super) mod init;
+mod live;
 pub(super) mod plan;
 pub(super) mod proxy;
 pub(super) mod report;

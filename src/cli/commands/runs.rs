@@ -11,7 +11,7 @@ use crate::cli::args::Format;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::human_duration;
-use crate::run::{Curve, PassRate, RunRecord, RunState};
+use crate::run::{Curve, PassRate, Phase, RunRecord};
 
 /// Arguments of `wardian runs`.
 #[derive(Debug, Args)]
@@ -80,7 +80,7 @@ pub(in crate::cli) fn list(args: &RunsArgs, printer: &Printer) -> Outcome {
 struct Listed<'r> {
     name: &'r str,
     folder: &'r Path,
-    state: RunState,
+    state: Phase,
     steps: u64,
     planned_steps: Option<u64>,
     best_reward: Option<f64>,
@@ -110,11 +110,12 @@ impl<'r> Listed<'r> {
     }
 }
 
-fn state_name(state: RunState) -> &'static str {
+fn state_name(state: Phase) -> &'static str {
     match state {
-        RunState::Finished => "finished",
-        RunState::Running => "running",
-        RunState::Stopped => "stopped",
+        Phase::Finished => "finished",
+        Phase::Running => "running",
+        Phase::Stopped => "stopped",
+        Phase::Failed => "failed",
     }
 }
 

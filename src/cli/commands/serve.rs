@@ -1,18 +1,20 @@
 //! `wardian serve`: the OpenAI API in front of a model, or environments over OpenEnv's protocol.
 
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use clap::Args;
 
 use super::serve_env::{EnvArgs, EnvironmentName};
-use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime};
+use super::serving::{EngineArgs, NetworkArgs, Served, api_key, on_runtime, require_key};
 use super::setup;
 use crate::cli::ExitStatus;
 use crate::cli::args::{ModelArgs, parse_duration};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
+use crate::dashboard::{Dashboard, DashboardConfig, Runs};
 use crate::http::tls::ServerTls;
 use crate::http::{self, ApiKey};
 use crate::openai::{self, ServerConfig};
@@ -25,6 +27,15 @@ pub(in crate::cli) struct ServeArgs {
     model: ModelArgs,
     #[command(flatten)]
     environment: EnvArgs,
+    /// Serve a dashboard of the runs in this folder instead of a model [default without a folder: runs]
+    #[arg(
+        long,
+        value_name = "RUNS",
+        num_args = 0..=1,
+        default_missing_value = "runs",
+        conflicts_with_all = ["model", "overrides", "env"]
+    )]
+    dashboard: Option<PathBuf>,
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
@@ -49,6 +60,9 @@ pub(in crate::cli) struct ServeArgs {
 pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     let api_key = api_key(args.api_key_env.as_deref()).map_err(Failure::usage)?;
     let tls = args.network.tls()?;
+    if let Some(runs) = &args.dashboard {
+        return run_dashboard(args, runs, api_key, tls, printer);
+    }
     if let Some(name) = args.environment.env {
         return run_environment(args, name, api_key, tls, printer);
     }
@@ -78,6 +92,39 @@ pub(in crate::cli) fn run(args: &ServeArgs, printer: &Printer) -> Outcome {
     })?;
     // The thread ends once its handles are gone; it panicked only if it has said so.
     let _ = thread.join();
+    printer.note("Stopped");
+    Ok(ExitStatus::Success)
+}
+
+fn run_dashboard(
+    args: &ServeArgs,
+    runs: &Path,
+    api_key: Option<ApiKey>,
+    tls: Option<ServerTls>,
+    printer: &Printer,
+) -> Outcome {
+    require_key(args.listen, api_key.as_ref())?;
+    if !runs.is_dir() {
+        let message = format!(
+            "`{}` is no folder; name the one that runs are in",
+            runs.display()
+        );
+        return Err(Failure::usage(anyhow::anyhow!(message)));
+    }
+    let dashboard = Dashboard::new(DashboardConfig {
+        api_key,
+        rate_limit: args.network.rate_limit,
+        ..DashboardConfig::new(Runs::Below(runs.to_owned()))
+    });
+    on_runtime(args.listen, tls, async |listener, stop| {
+        let url = listener.url().map_err(Failure::internal)?;
+        printer.note(&format!(
+            "Serving the dashboard of `{}` at {url}",
+            runs.display()
+        ));
+        http::serve(listener, dashboard.router(), stop, args.grace).await;
+        Ok(())
+    })?;
     printer.note("Stopped");
     Ok(ExitStatus::Success)
 }

@@ -180,6 +180,18 @@ pub(super) fn on_runtime(
     Ok(())
 }
 
+/// Refuses to show runs to a network without a key: everything that a model and its tasks said is in them.
+pub(super) fn require_key(listen: SocketAddr, key: Option<&ApiKey>) -> Result<(), Failure> {
+    if key.is_some() || listen.ip().to_canonical().is_loopback() {
+        return Ok(());
+    }
+    let message = format!(
+        "the dashboard at {listen} would show runs to everybody: name the variable that holds a key, or \
+         listen on 127.0.0.1"
+    );
+    Err(Failure::usage(anyhow::anyhow!(message)))
+}
+
 /// Reads the key that clients must send from the variable that is named.
 pub(super) fn api_key(variable: Option<&str>) -> anyhow::Result<Option<ApiKey>> {
     Ok(secret(variable)?.map(|key| ApiKey::new(&key)))

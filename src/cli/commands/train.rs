@@ -1,5 +1,6 @@
 //! `wardian train`: GRPO on sandboxed Python tasks.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,6 +8,7 @@ use std::time::Instant;
 
 use clap::Args;
 
+use super::live::Live;
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -38,6 +40,12 @@ pub(in crate::cli) struct TrainArgs {
     /// Shuffle rewards within each group: a control, under which nothing may be learned
     #[arg(long)]
     shuffle_rewards: bool,
+    /// Serve a dashboard of the run at this address while it goes, such as `127.0.0.1:8080`
+    #[arg(long, value_name = "ADDRESS")]
+    dashboard: Option<SocketAddr>,
+    /// Environment variable that holds the key which the dashboard asks for [default: no key is asked]
+    #[arg(long, value_name = "NAME", requires = "dashboard")]
+    dashboard_key_env: Option<String>,
     /// How to print the summary
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -110,6 +118,15 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let mut measuring: Option<Progress<'_>> = None;
     let started = Instant::now();
     let is_root = ranks.is_root();
+    let live = (args.dashboard.filter(|_| is_root))
+        .map(|listen| {
+            let key = args.dashboard_key_env.as_deref();
+            Live::start(listen, key, &out, policy.tokenizer.clone())
+        })
+        .transpose()?;
+    if let Some(live) = &live {
+        printer.note(&format!("Serving the dashboard at {}", live.url));
+    }
     let mut observe = |event: RunEvent<'_>| match event {
         _ if !is_root => {}
         RunEvent::Evaluating { done, total } => measuring

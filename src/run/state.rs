@@ -1,0 +1,195 @@
+//! Whether a run goes on, and how it ended: `state.json` of the run folder.
+//!
+//! It is for who looks at runs. No run reads its own, and what cannot be written ends none.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+use super::RunError;
+use super::folder::{FolderLock, write_atomically};
+use crate::causes::with_causes;
+
+/// The name of the file.
+pub(crate) const STATE: &str = "state.json";
+
+/// The most characters of why a run ended.
+const MAX_REASON: usize = 2000;
+
+/// Where a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// A process works on it, or was killed at it.
+    Running,
+    /// It came to its end.
+    Finished,
+    /// It was asked to stop, and goes on when it is resumed.
+    Stopped,
+    /// It ended by an error.
+    Failed,
+}
+
+/// `state.json`; times are in seconds since 1970.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunState {
+    /// Where the run is.
+    pub state: Phase,
+    /// When its last process began.
+    pub started_at: u64,
+    /// When that ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_at: Option<u64>,
+    /// Why it stopped or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// The state of a run that goes on, in its folder.
+#[derive(Debug)]
+pub(super) struct StateFile {
+    path: PathBuf,
+    state: RunState,
+    /// Nobody else may begin before the end is written.
+    _lock: Arc<FolderLock>,
+}
+
+impl StateFile {
+    /// Says that the run goes on.
+    pub(super) fn begin(root: &Path, lock: Arc<FolderLock>) -> Self {
+        let file = Self {
+            path: root.join(STATE),
+            state: RunState {
+                state: Phase::Running,
+                started_at: now(),
+                ended_at: None,
+                reason: None,
+            },
+            _lock: lock,
+        };
+        file.write();
+        file
+    }
+
+    /// Says how the run ended.
+    pub(super) fn end<T>(mut self, result: &Result<T, RunError>) {
+        self.state.ended_at = Some(now());
+        self.state.state = match result {
+            Ok(_) => Phase::Finished,
+            Err(error) if error.is_stop() => Phase::Stopped,
+            Err(_) => Phase::Failed,
+        };
+        let reason = result.as_ref().err().map(|error| with_causes(error));
+        self.state.reason = reason.map(|reason| reason.chars().take(MAX_REASON).collect());
+        self.write();
+    }
+
+    fn write(&self) {
+        let written = serde_json::to_vec_pretty(&self.state)
+            .map_err(|error| RunError::from(std::io::Error::from(error)))
+            .and_then(|text| write_atomically(&self.path, &text));
+        if let Err(error) = written {
+            tracing::warn!(%error, "the run's state was not written");
+        }
+    }
+}
+
+/// Returns where a run is by what is known of it: whether a process has its folder, what it said of itself,
+/// and whether it has a summary.
+pub(crate) fn phase(
+    is_taken: Option<bool>,
+    told: Option<&RunState>,
+    has_summary: bool,
+) -> (Phase, Option<String>) {
+    let reason = told.and_then(|told| told.reason.clone());
+    match (is_taken, told.map(|told| told.state)) {
+        (Some(true), _) => (Phase::Running, None),
+        // On a file system that cannot tell, its word is taken.
+        (None, Some(Phase::Running)) => (Phase::Running, None),
+        (Some(false), Some(Phase::Running)) => (
+            Phase::Failed,
+            Some("its process ended without a word: killed, or out of memory".to_owned()),
+        ),
+        (_, Some(state)) => (state, reason),
+        // A run of before runs said so.
+        (_, None) if has_summary => (Phase::Finished, None),
+        (_, None) => (Phase::Stopped, None),
+    }
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_says_that_it_goes_on_and_how_it_ended() {
+        let run = tempfile::tempdir().unwrap();
+        let lock = || Arc::new(FolderLock::take(run.path()).unwrap());
+        let read = || -> RunState {
+            serde_json::from_slice(&fs_err::read(run.path().join(STATE)).unwrap()).unwrap()
+        };
+        let file = StateFile::begin(run.path(), lock());
+        assert_eq!((read().state, read().ended_at), (Phase::Running, None));
+        let stopped = RunError::Stopped {
+            step: 3,
+            path: run.path().to_owned(),
+        };
+        file.end::<()>(&Err(stopped));
+        assert_eq!(read().state, Phase::Stopped);
+        assert!(read().reason.is_some() && read().ended_at.is_some());
+
+        let file = StateFile::begin(run.path(), lock());
+        assert_eq!(read().reason, None, "that was of the process before");
+        file.end::<()>(&Err(RunError::NoTasks { key: "task.path" }));
+        assert_eq!(read().state, Phase::Failed);
+        StateFile::begin(run.path(), lock()).end(&Ok(()));
+        assert_eq!((read().state, read().reason), (Phase::Finished, None));
+    }
+
+    #[test]
+    fn a_folder_is_taken_until_the_end_is_written() {
+        let run = tempfile::tempdir().unwrap();
+        let is_taken = || FolderLock::is_taken(std::fs::File::open(run.path()).unwrap());
+        assert_eq!(is_taken(), Some(false));
+        let lock = Arc::new(FolderLock::take(run.path()).unwrap());
+        let file = StateFile::begin(run.path(), lock);
+        assert_eq!(is_taken(), Some(true));
+        file.end(&Ok(()));
+        assert_eq!(is_taken(), Some(false));
+    }
+
+    #[test]
+    fn a_run_is_where_its_lock_and_its_word_say() {
+        let told = |state| RunState {
+            state,
+            started_at: 1,
+            ended_at: None,
+            reason: Some("why".to_owned()),
+        };
+        let of = |is_taken, told: Option<RunState>, has_summary| {
+            phase(is_taken, told.as_ref(), has_summary).0
+        };
+        assert_eq!(
+            of(Some(true), Some(told(Phase::Running)), false),
+            Phase::Running
+        );
+        assert_eq!(
+            of(Some(false), Some(told(Phase::Running)), false),
+            Phase::Failed
+        );
+        assert_eq!(of(None, Some(told(Phase::Running)), false), Phase::Running);
+        assert_eq!(
+            of(Some(false), Some(told(Phase::Stopped)), false),
+            Phase::Stopped
+        );
+        assert_eq!(of(Some(false), None, true), Phase::Finished);
+        assert_eq!(of(Some(false), None, false), Phase::Stopped);
+    }
+}
