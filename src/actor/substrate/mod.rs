@@ -21,8 +21,8 @@ pub mod messages;
 mod names;
 mod options;
 mod patience;
+mod templates;
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -38,6 +38,7 @@ pub use options::{ControlPlane, SubstrateOptions, TemplateOptions};
 use self::actor::SubstrateActor;
 use self::names::Names;
 use self::patience::{POLL, patiently};
+use self::templates::Templates;
 use super::janitor::Janitor;
 use super::sandboxd::{Background, SandboxdActor, SandboxdOptions};
 use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs};
@@ -71,8 +72,7 @@ struct Cluster {
     options: SubstrateOptions,
     names: Names,
     count: AtomicU64,
-    /// Templates that were made here, by image and memory.
-    templates: Mutex<BTreeMap<(String, u64), String>>,
+    templates: Mutex<Templates>,
     /// Whether it was said that the server has no policies.
     has_warned: AtomicBool,
     janitor: Janitor,
@@ -252,7 +252,7 @@ impl Cluster {
             .unwrap_or_else(PoisonError::into_inner);
         let key = (image.to_owned(), memory);
         if let Some(name) = made.get(&key) {
-            return Ok(name.clone());
+            return Ok(name);
         }
         let template = NewTemplate {
             name: self.name(DAY),
@@ -382,7 +382,7 @@ impl Drop for Cluster {
                 .get_mut()
                 .unwrap_or_else(PoisonError::into_inner),
         );
-        for name in made.into_values() {
+        for name in made.into_names() {
             self.push("a template", name, |api, name| {
                 gone(api.delete_template(name))
             });
