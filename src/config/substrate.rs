@@ -39,6 +39,9 @@ pub struct SubstrateConfig {
     /// How templates are made of other images; those are refused unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub new_templates: Option<TemplateConfig>,
+    /// Start actors where the control plane has no egress policies, too: what they reach is then up to the
+    /// cluster's network. Refused unless given.
+    pub allow_missing_egress_policies: bool,
     /// Who this is, if nobody else works under that name in the atespace at the same time: what an earlier run
     /// left is then deleted at once, and otherwise when its time is over.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,6 +68,7 @@ impl Default for SubstrateConfig {
             token_file: PathBuf::new(),
             templates: BTreeMap::new(),
             new_templates: None,
+            allow_missing_egress_policies: false,
             owner: None,
             call_timeout: Duration::from_mins(1),
             ready_timeout: Duration::from_mins(2),

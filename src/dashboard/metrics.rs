@@ -106,7 +106,7 @@ fn parse(bytes: &[u8], is_shown: impl Fn(&Row) -> bool) -> (Vec<Row>, usize) {
 /// Returns whether a row is that of a measurement, of one of the first steps, or of an `every`-th.
 fn is_shown(row: &Row, every: u64) -> bool {
     let step = row.get("step").and_then(Value::as_u64).unwrap_or(0);
-    step <= 1 || step % every.max(1) == 0 || row.contains_key("eval/pass_at_1")
+    step <= 1 || step.is_multiple_of(every.max(1)) || row.contains_key("eval/pass_at_1")
 }
 
 #[cfg(test)]
@@ -123,8 +123,9 @@ mod tests {
     fn rows_come_as_they_are_written_and_a_torn_one_once_it_is_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut writer = File::create(&path).unwrap();
-        let read = |from| read_rows(&mut File::open(&path).unwrap(), from, 1).unwrap();
+        let mut writer = fs_err::File::create(&path).unwrap();
+        let read =
+            |from| read_rows(fs_err::File::open(&path).unwrap().file_mut(), from, 1).unwrap();
         writer.write_all(b"{\"step\":1}\n{\"st").unwrap();
         let first = read(Place::default());
         assert_eq!((steps(&first.rows), first.broken), (vec![1], 0));
@@ -143,7 +144,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         fs_err::write(&path, "{\"step\":1}\n{\"step\":2}\n").unwrap();
-        let read = |from| read_rows(&mut File::open(&path).unwrap(), from, 1).unwrap();
+        let read =
+            |from| read_rows(fs_err::File::open(&path).unwrap().file_mut(), from, 1).unwrap();
         let first = read(Place::default());
         // As long as the other, so that its length alone would not tell.
         let other = folder.path().join("other");
@@ -162,7 +164,12 @@ mod tests {
             .map(|step| format!("{{\"step\":{step}}}\n"))
             .collect();
         fs_err::write(&path, rows + "{\"step\":7,\"eval/pass_at_1\":1}\n").unwrap();
-        let found = read_rows(&mut File::open(&path).unwrap(), Place::default(), 5).unwrap();
+        let found = read_rows(
+            fs_err::File::open(&path).unwrap().file_mut(),
+            Place::default(),
+            5,
+        )
+        .unwrap();
         assert_eq!(steps(&found.rows), [1, 5, 10, 7]);
     }
 
@@ -174,7 +181,7 @@ mod tests {
             .map(|step| format!("{{\"step\":{step},\"reward\":0.25}}\n"))
             .collect();
         fs_err::write(&path, rows + "{\"step\":20001,\"re").unwrap();
-        let found = last_rows(&mut File::open(&path).unwrap()).unwrap();
+        let found = last_rows(fs_err::File::open(&path).unwrap().file_mut()).unwrap();
         assert_eq!(steps(&found).last(), Some(&20_000));
         assert!(found.len() > 100 && found.len() < 20_000);
     }

@@ -157,7 +157,7 @@ impl Run {
         let told: Option<RunState> = self
             .small(STATE)
             .and_then(|text| serde_json::from_slice(&text).ok());
-        let is_taken = self.folder.again().ok().and_then(FolderLock::is_taken);
+        let is_taken = (self.folder.again().ok()).and_then(|folder| FolderLock::is_taken(&folder));
         let (state, reason) = phase(is_taken, told.as_ref(), summary.is_some());
         let environments = settings.get("environments").and_then(|all| all.as_table());
         let environments = environments

@@ -243,6 +243,7 @@ mod cluster {
             made.worker_labels.clone_from(&templates.worker_labels);
             made
         });
+        options.allow_missing_egress_policies = config.allow_missing_egress_policies;
         options.owner.clone_from(&config.owner);
         options.call_timeout = config.call_timeout;
         options.ready_timeout = config.ready_timeout;

@@ -86,7 +86,7 @@ impl FolderLock {
 
     /// Returns whether a process has the folder that `folder` was opened for; none where that cannot be
     /// told. The opened file must be nobody else's.
-    pub(crate) fn is_taken(folder: std::fs::File) -> Option<bool> {
+    pub(crate) fn is_taken(folder: &std::fs::File) -> Option<bool> {
         match folder.try_lock_shared() {
             Ok(()) => Some(false),
             Err(TryLockError::WouldBlock) => Some(true),

@@ -99,9 +99,8 @@ impl RunRecord {
         let summary: Option<Summary> = summary.and_then(|text| serde_json::from_str(&text).ok());
         let told = read_bounded(&folder.join(STATE))?;
         let told: Option<RunState> = told.and_then(|text| serde_json::from_str(&text).ok());
-        let is_taken = std::fs::File::open(folder)
-            .ok()
-            .and_then(FolderLock::is_taken);
+        let taken = fs::File::open(folder).ok();
+        let is_taken = taken.and_then(|folder| FolderLock::is_taken(folder.file()));
         let mut metrics = Metrics::default();
         metrics.read(&folder.join("metrics.jsonl"))?;
         let made = fs::metadata(folder)?;
@@ -291,7 +290,6 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
-    use super::super::folder::FolderLock;
     use super::*;
 
     fn folder_with(files: &[(&str, &str)]) -> tempfile::TempDir {

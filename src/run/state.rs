@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_folder_is_taken_until_the_end_is_written() {
         let run = tempfile::tempdir().unwrap();
-        let is_taken = || FolderLock::is_taken(std::fs::File::open(run.path()).unwrap());
+        let is_taken = || FolderLock::is_taken(fs_err::File::open(run.path()).unwrap().file());
         assert_eq!(is_taken(), Some(false));
         let lock = Arc::new(FolderLock::take(run.path()).unwrap());
         let file = StateFile::begin(run.path(), lock);

@@ -28,6 +28,7 @@ mod images;
 mod kruise;
 mod mark;
 mod options;
+mod pulls;
 mod retry;
 mod run;
 mod sandboxes;
@@ -284,7 +285,7 @@ impl ActorBackend for KubernetesBackend {
         };
         let claim = wish.name.clone();
         let pod = machine
-            .claim(wish)
+            .claim(wish, image)
             .inspect_err(|_| machine.release(claim.clone()))?;
         // Dropped on a failure, it deletes the sandbox.
         let actor = KubernetesActor::new(Arc::clone(machine), claim, pod, spec, used);
@@ -372,15 +373,19 @@ impl Machine {
     }
 
     /// Returns a pod that runs, is kept from the network and is run as was asked.
-    fn claim(&self, wish: Wish) -> Result<Pod, ActorError> {
+    fn claim(&self, wish: Wish, image: &str) -> Result<Pod, ActorError> {
         let (run, sandboxes) = (self.run.clone(), self.sandboxes.clone());
         let class = self.options.runtime_class.clone();
         let link = self.link().clone();
         // A claim and its sandbox, each in the time that one has.
         let most = 2 * wish.limit + REQUESTS * link.limit + Duration::from_secs(20);
         let cluster = &self.cluster;
+        let hopeless = pulls::hopeless(link.clone(), run.instance.clone(), image.to_owned());
         cluster.wait_while_open("claiming a sandbox", most, async move {
-            let pod = sandboxes.claim(&link, &run, &wish).await?;
+            let pod = tokio::select! {
+                pod = sandboxes.claim(&link, &run, &wish) => pod?,
+                error = hopeless => return Err(error),
+            };
             let found = link.get(&run::pods(), &pod).await?;
             let found = found.unwrap_or_default();
             let label = found["metadata"]["labels"][INSTANCE].as_str();

@@ -231,8 +231,15 @@ impl SubstrateApi for KubectlAte {
     }
 
     fn delete_actor(&self, name: &str) -> Result<(), ApiError> {
-        let words = ["delete", "actor", name, "--any-state"];
-        self.run("delete actor", &words, &[]).map(drop)
+        let words = ["delete", "actor", name];
+        let anyhow = [&words[..], &["--any-state"]].concat();
+        match self.run("delete actor", &anyhow, &[]) {
+            // An older one, which deletes what is suspended.
+            Err(error) if error.kind == ApiErrorKind::Unimplemented => {
+                self.run("delete actor", &words, &[]).map(drop)
+            }
+            done => done.map(drop),
+        }
     }
 
     fn deny_egress(&self, name: &str) -> Result<(), ApiError> {

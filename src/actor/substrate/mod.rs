@@ -324,10 +324,24 @@ impl Cluster {
         }
     }
 
-    /// Has an actor reach nothing. Without a policy a server of this time lets it reach nothing either.
+    /// Has an actor reach nothing.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the server has no policies, unless the options leave that to the cluster's network.
     fn deny_egress(&self, name: &str, until: Instant) -> Result<(), ActorError> {
         match patiently(until, || fresh(self.api.deny_egress(name))) {
             Err(error) if error.kind == ApiErrorKind::Unimplemented => {
+                if !self.options.allow_missing_egress_policies {
+                    return Err(ActorError::Unusable {
+                        backend: NAME,
+                        reason: format!(
+                            "has a control plane without egress policies ({error}), so that nothing of ours \
+                             keeps actors from networks; where the cluster's network does, say so by \
+                             `actor.substrate.allow_missing_egress_policies`"
+                        ),
+                    });
+                }
                 if !self.has_warned.swap(true, Ordering::Relaxed) {
                     tracing::warn!(
                         "this control plane has no egress policies: what actors reach is up to the \
@@ -390,17 +404,23 @@ impl Drop for Cluster {
     }
 }
 
-/// Deletes an actor, whatever its state is; servers that know no such thing take those that are suspended.
+/// Deletes an actor, whatever its state is; where the server knows no such thing, it is suspended before.
 fn end_actor(api: &dyn SubstrateApi, name: &str) -> Result<(), ApiError> {
     let until = Instant::now() + Duration::from_secs(30);
-    let delete = || gone(api.delete_actor(name));
-    match patiently(until, delete) {
-        Err(error) if error.kind == ApiErrorKind::Precondition => {
-            gone(api.suspend_actor(name))?;
-            patiently(until, delete)
+    let mut deleted = patiently(until, || gone(api.delete_actor(name)));
+    let not_yet = |error: &ApiError| {
+        let passes = [ApiErrorKind::Precondition, ApiErrorKind::Unavailable];
+        passes.contains(&error.kind) && Instant::now() + POLL < until
+    };
+    while deleted.as_ref().is_err_and(not_yet) {
+        // One that is being suspended, or started, refuses for now.
+        match gone(api.suspend_actor(name)) {
+            Err(error) if !not_yet(&error) => return Err(error),
+            _ => std::thread::sleep(POLL),
         }
-        done => done,
+        deleted = gone(api.delete_actor(name));
     }
+    deleted
 }
 
 /// What is gone need not be deleted.

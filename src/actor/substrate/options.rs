@@ -84,6 +84,9 @@ pub struct SubstrateOptions {
     pub templates: BTreeMap<String, String>,
     /// How templates are made of other images; none refuses them.
     pub new_templates: Option<TemplateOptions>,
+    /// Whether actors are started where the control plane has no egress policies: then what they reach is up to
+    /// the cluster's network. Default: no.
+    pub allow_missing_egress_policies: bool,
     /// Who this is, such as the name of a job, if nobody else works under that name in the atespace at the same
     /// time: what an earlier run of it left is then deleted at once. Default: nobody; what others left is
     /// deleted when its time is over.
@@ -113,6 +116,7 @@ impl SubstrateOptions {
             token,
             templates: BTreeMap::new(),
             new_templates: None,
+            allow_missing_egress_policies: false,
             owner: None,
             call_timeout: Duration::from_secs(60),
             ready_timeout: Duration::from_secs(120),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use axum::http::Method;
 use serde_json::json;
 use wardian::actor::kubernetes::{Controller as Family, KubernetesBackend};
-use wardian::actor::{ActorBackend as _, ActorCommand, ActorError, Ending};
+use wardian::actor::{ActorBackend as _, ActorCommand, ActorError, ActorSpec, Ending, RootFs};
 
 use super::controller::Claims;
 use super::server::Fault;
@@ -181,6 +181,41 @@ fn a_claim_that_is_completed_without_a_sandbox_is_an_error() {
         error.to_string().contains("ready without a sandbox"),
         "{error}"
     );
+    scene.close();
+}
+
+/// An image that cannot be pulled is not waited for until all time is over.
+#[test]
+fn an_image_that_cannot_be_pulled_is_an_error_soon() {
+    const MISSING: &str = "registry.example.org/missing:1";
+    let scene = kruise();
+    let spec = ActorSpec {
+        root: RootFs::Image(MISSING.to_owned()),
+        ..spec()
+    };
+    let error = std::thread::scope(|scope| {
+        let created = scope.spawn(|| scene.backend().create(&spec).unwrap_err());
+        let mut pods = Vec::new();
+        eventually("no pod was made", || {
+            pods = scene.cluster.store().list(&POD);
+            pods.retain(|pod| pod["spec"]["containers"][0]["image"] == MISSING);
+            !pods.is_empty()
+        });
+        let waiting = json!({ "reason": "ImagePullBackOff", "message": "back-off pulling image" });
+        let name = pods[0]["metadata"]["name"].as_str().unwrap();
+        scene.cluster.store().update(&POD, name, |pod| {
+            pod["status"] = json!({ "phase": "Pending", "containerStatuses": [
+                { "name": "main", "state": { "waiting": waiting } },
+            ] });
+        });
+        created.join().unwrap()
+    });
+    let text = error.to_string();
+    assert!(
+        text.contains("ImagePullBackOff: back-off pulling image") && text.contains(MISSING),
+        "{text}"
+    );
+    assert!(!error.is_guests_doing());
     scene.close();
 }
 

@@ -16,6 +16,7 @@ use crate::actor::sandboxd::{Machine, Machines};
 pub(super) const ATESPACE: &str = "gym";
 
 pub(super) const RUNNING: i32 = 2;
+const SUSPENDING: i32 = 3;
 const SUSPENDED: i32 = 4;
 const CRASHED: i32 = 7;
 
@@ -27,6 +28,8 @@ pub(super) struct Settings {
     pub(super) golden_error: String,
     pub(super) has_policies: bool,
     pub(super) has_tags: bool,
+    /// Whether actors are deleted in any state; else being suspended takes a while, too.
+    pub(super) has_any_state: bool,
     /// Calls whose answer is lost, once each.
     pub(super) loses: Vec<&'static str>,
     pub(super) token: Option<String>,
@@ -40,6 +43,7 @@ impl Default for Settings {
             golden_error: String::new(),
             has_policies: true,
             has_tags: true,
+            has_any_state: true,
             loses: Vec::new(),
             token: None,
         }
@@ -107,6 +111,10 @@ impl Control {
         self.state
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub(super) fn has_any_state(&self) -> bool {
+        self.lock().settings.has_any_state
     }
 
     pub(super) fn token(&self) -> Option<String> {
@@ -280,14 +288,20 @@ impl Control {
         let message = {
             let mut state = self.lock();
             let name = find(&state.actors, actor)?.0.clone();
+            let is_slow = !state.settings.has_any_state;
             let actor = state.actors.get_mut(&name).unwrap();
             if actor.state() == CRASHED {
                 return Err(Status::failed_precondition("the actor crashed"));
             }
+            if actor.state() == SUSPENDING {
+                actor.set(SUSPENDED, None);
+                return Err(Status::failed_precondition("it is being suspended"));
+            }
             if let Some(machine) = &actor.machine {
                 signal(machine, "STOP");
             }
-            actor.set(SUSPENDED, None);
+            let next = if is_slow { SUSPENDING } else { SUSPENDED };
+            actor.set(next, None);
             actor.message.clone()
         };
         self.done("SuspendActor", message)
@@ -297,6 +311,7 @@ impl Control {
         let message = {
             let mut state = self.lock();
             let (name, found) = find(&state.actors, actor)?;
+            let any = any && state.settings.has_any_state;
             if !any && ![SUSPENDED, CRASHED].contains(&found.state()) {
                 return Err(Status::failed_precondition("it runs"));
             }

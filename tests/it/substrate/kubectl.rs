@@ -121,6 +121,9 @@ fn run(c: &Control, argv: &[String], stdin: &str) -> Result<String, Status> {
             .map(|_| "suspended\n".to_owned()),
         ("delete", "actor", [name]) => {
             let any = flags.contains_key("--any-state");
+            if any && !c.has_any_state() {
+                return Err(Status::unknown("unknown flag: --any-state"));
+            }
             c.delete_actor(reference(name), any)
                 .map(|_| "deleted\n".to_owned())
         }

@@ -137,6 +137,7 @@ both! {
     lost_answers_make_nothing_twice
     what_crashed_runs_left_is_deleted
     older_servers_do
+    what_cannot_be_deleted_as_it_runs_is_suspended_before
 }
 
 fn actors_run_commands_and_carry_trees(by: By) {
@@ -475,13 +476,41 @@ fn older_servers_do(by: By) {
         has_tags: false,
         ..Settings::default()
     };
-    let cluster = Cluster::start(by, settings);
+    let mut cluster = Cluster::start(by, settings);
+    let backend = cluster.open();
+    let error = backend.create(&spec()).unwrap_err();
+    assert!(matches!(error, ActorError::Unusable { .. }), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("`actor.substrate.allow_missing_egress_policies`"),
+        "{error}"
+    );
+    assert_eq!(cluster.control.count("ResumeActor"), 0, "nothing ran");
+    drop(backend);
+    assert_eq!(cluster.control.everything(), [""; 0]);
+    cluster.options.allow_missing_egress_policies = true;
     let backend = cluster.open();
     let actor = backend.create(&spec()).unwrap();
     let error = actor.snapshot().unwrap_err();
     assert!(matches!(error, ActorError::Unsupported { .. }), "{error}");
     assert_eq!(text(&*actor, "echo on"), "on", "it goes on");
     drop((actor, backend));
+    assert_eq!(cluster.control.everything(), [""; 0]);
+}
+
+fn what_cannot_be_deleted_as_it_runs_is_suspended_before(by: By) {
+    let settings = Settings {
+        has_any_state: false,
+        ..Settings::default()
+    };
+    let cluster = Cluster::start(by, settings);
+    let backend = cluster.open();
+    backend.create(&spec()).unwrap().destroy().unwrap();
+    assert_eq!(cluster.control.names(), [""; 0]);
+    assert_eq!(cluster.control.count("SuspendActor"), 1);
+    drop(backend.create(&spec()).unwrap());
+    drop(backend);
     assert_eq!(cluster.control.everything(), [""; 0]);
 }
 
