@@ -72,6 +72,8 @@ def check(page, url, name, shots, scheme):
     shot("rollouts")
     page.locator("tbody a").first.click()
     page.get_by_role("heading", name="Conversation").wait_for()
+    assert page.get_by_text("[object").count() == 0
+    assert "def f" in page.locator(".call pre").first.inner_text()
     tokens = page.get_by_role("group", name="Tokens")
     assert tokens.locator("span.on").count() > 0 and tokens.locator("span.off").count() > 0
     tokens.locator("span.on").first.click()
