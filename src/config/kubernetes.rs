@@ -30,6 +30,18 @@ pub struct KubernetesConfig {
     /// The group and version of `OpenKruise`'s objects; `agents.kruise.io/v1alpha1` unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kruise_group: Option<String>,
+    /// The group and version of SIG agent-sandbox's `Sandbox`; `agents.x-k8s.io/v1beta1` unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent_sandbox_group: Option<String>,
+    /// The group and version of its claims, templates and pools; `extensions.agents.x-k8s.io/v1beta1` unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent_sandbox_extensions: Option<String>,
+    /// Actors that are kept ready for each image and size; as many as a group has members unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warm: Option<u32>,
+    /// Images and sizes whose actors are kept ready at a time; 8 unless given. Of others the longest unused is given
+    /// up.
+    pub pools: usize,
     /// The `RuntimeClass` of the pods; `gvisor` unless given. Empty for the cluster's own runtime, whose
     /// isolation is weaker.
     pub runtime_class: String,
@@ -61,6 +73,10 @@ impl Default for KubernetesConfig {
             context: None,
             api_server: None,
             kruise_group: None,
+            agent_sandbox_group: None,
+            agent_sandbox_extensions: None,
+            warm: None,
+            pools: 8,
             runtime_class: "gvisor".to_owned(),
             user: 65532,
             image_pull_secrets: Vec::new(),
@@ -105,6 +121,12 @@ pub(super) fn validate(kubernetes: &KubernetesConfig, issues: &mut Issues) {
             .unwrap_or_default(),
         "leave it out, or `kubeconfig`: each says where the API server is",
     );
+    issues.require(
+        kubernetes.pools > 0,
+        key("pools"),
+        kubernetes.pools,
+        "give at least 1",
+    );
     for (name, time) in [
         ("request_timeout", kubernetes.request_timeout),
         ("ready_timeout", kubernetes.ready_timeout),
@@ -144,6 +166,7 @@ mod tests {
             ),
             ("context = 'c'", "actor.kubernetes.context"),
             ("ready_timeout = '0s'", "actor.kubernetes.ready_timeout"),
+            ("pools = 0", "actor.kubernetes.pools"),
         ] {
             let error = load(&format!("[actor.kubernetes]\n{text}")).unwrap_err();
             let ConfigError::Invalid { issues } = &error else {

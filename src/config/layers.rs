@@ -325,6 +325,9 @@ pub(super) fn every_key() -> RunConfig {
     config.actor.kubernetes.context = Some(String::new());
     config.actor.kubernetes.api_server = Some(String::new());
     config.actor.kubernetes.kruise_group = Some(String::new());
+    config.actor.kubernetes.agent_sandbox_group = Some(String::new());
+    config.actor.kubernetes.agent_sandbox_extensions = Some(String::new());
+    config.actor.kubernetes.warm = Some(1);
     config.actor.substrate = Some(every_key_of_substrate());
     config.actor.repositories = Some(std::path::PathBuf::new());
     config

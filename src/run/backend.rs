@@ -163,10 +163,17 @@ mod cluster {
             ActorBackendName::AgentSandbox => Controller::agent_sandbox(),
             _ => Controller::kruise(),
         };
-        if let (Controller::Kruise { group_version }, Some(other)) =
-            (&mut controller, &config.kruise_group)
-        {
-            group_version.clone_from(other);
+        let asked = |own: &mut String, other: &Option<String>| {
+            if let Some(other) = other {
+                own.clone_from(other);
+            }
+        };
+        match &mut controller {
+            Controller::Kruise { group_version } => asked(group_version, &config.kruise_group),
+            Controller::AgentSandbox { core, extensions } => {
+                asked(core, &config.agent_sandbox_group);
+                asked(extensions, &config.agent_sandbox_extensions);
+            }
         }
         let mut options = KubernetesOptions::new(controller, format!("run-{}", uuid4()));
         options.api_server = match (&config.api_server, &config.kubeconfig) {
@@ -178,7 +185,8 @@ mod cluster {
             (None, None) => ApiServer::Infer,
         };
         options.namespace.clone_from(&config.namespace);
-        options.warm = u32::try_from(group).unwrap_or(u32::MAX);
+        options.warm = (config.warm).unwrap_or_else(|| u32::try_from(group).unwrap_or(u32::MAX));
+        options.pools = config.pools;
         options.runtime_class =
             Some(config.runtime_class.clone()).filter(|class| !class.is_empty());
         options.user = User {

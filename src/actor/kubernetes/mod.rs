@@ -36,7 +36,7 @@ mod script;
 mod template;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -103,6 +103,8 @@ struct Machine {
     pools_made: AtomicU64,
     /// Sandboxes so far.
     count: AtomicU64,
+    /// Whether the run ends.
+    ends: Arc<AtomicBool>,
 }
 
 impl KubernetesBackend {
@@ -145,6 +147,7 @@ impl KubernetesBackend {
             pools: Mutex::default(),
             pools_made: AtomicU64::new(0),
             count: AtomicU64::new(0),
+            ends: Arc::default(),
         };
         let run = machine.run.clone();
         machine.step("keeping sandboxes from the network", |link| async move {
@@ -435,9 +438,14 @@ impl Machine {
     where
         F: Future<Output = Result<(), ActorError>> + Send + 'static,
     {
-        let cluster = Arc::clone(&self.cluster);
+        let (cluster, ends) = (Arc::clone(&self.cluster), Arc::clone(&self.ends));
         let Some(janitor) = &self.janitor else { return };
         janitor.push(move || {
+            // With the run everything of it is deleted, this too: what has piled up while the server was away would
+            // only be waited for, one after another.
+            if ends.load(Ordering::Relaxed) {
+                return;
+            }
             let link = cluster.link().clone();
             let most = link.limit * REQUESTS;
             if let Err(error) = cluster.wait(activity, most, work(link)) {
@@ -477,7 +485,8 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Waits for what is deleted in the background.
+        // Waits for what is being deleted in the background.
+        self.ends.store(true, Ordering::Relaxed);
         drop(self.janitor.take());
         let (run, kinds) = (self.run.clone(), kinds(&self.sandboxes, &self.options));
         let link = self.link().clone();

@@ -79,8 +79,8 @@ fn judge(review: &ClusterReview, is_needed: bool) -> Vec<Finding> {
                 "`{controller}` needs {}, which the cluster does not have",
                 missing.join(", ")
             ),
-            "install its controllers (docs/heavy-tier.md), or name the group that it has by \
-             `actor.kubernetes.kruise_group`",
+            "install its controllers (docs/heavy-tier.md), or name the groups that it has by \
+             `actor.kubernetes.kruise_group` or `agent_sandbox_group` and `agent_sandbox_extensions`",
         ));
     }
     if !denied.is_empty() {
