@@ -20,6 +20,7 @@ mod layers;
 mod preset;
 mod remote;
 mod schema;
+mod secrets;
 mod substrate;
 mod units;
 mod validate;
@@ -43,6 +44,7 @@ pub use kubernetes::{KubernetesConfig, TolerationConfig};
 pub use layers::sets_name_environments;
 pub use preset::Preset;
 pub use remote::{ActionStyle, RemoteConfig, RemoteKind, RewardRule, TlsConfig};
+pub(crate) use secrets::hide_secrets;
 pub use substrate::{SubstrateConfig, TemplateConfig};
 
 /// Everything that a run is made of.

@@ -21,10 +21,15 @@ pub(super) type Row = Map<String, Value>;
 /// A place in a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Place {
-    /// Which file: what a file system calls it; 0 is none.
+    /// Which file: what a file system calls it; 0 is none. A text, since a page knows no number of 64 bits.
+    #[serde(serialize_with = "as_text")]
     pub(super) file: u64,
     /// Bytes before it.
     pub(super) offset: u64,
+}
+
+fn as_text<S: serde::Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(number)
 }
 
 /// What was logged behind a place.

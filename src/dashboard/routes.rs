@@ -142,7 +142,7 @@ pub(super) async fn metrics(
             // A run before its first step.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Ok(json!({
-                    "rows": [], "broken": 0, "file": 0, "offset": 0,
+                    "rows": [], "broken": 0, "file": "0", "offset": 0,
                     "is_anew": true, "has_more": false,
                 }));
             }

@@ -11,8 +11,8 @@ use super::Runs;
 use super::error::Refusal;
 use super::folder::Folder;
 use super::metrics::last_rows;
-use crate::address::{shown, shown_in};
-use crate::config::RunConfig;
+use crate::address::shown;
+use crate::config::{RunConfig, hide_secrets};
 use crate::run::{FolderLock, Phase, RunState, STATE, phase};
 
 /// The largest `run.toml`, `summary.json` or `state.json` that is read.
@@ -121,10 +121,14 @@ impl Run {
         self.folder.read(name, MAX_FILE).ok()
     }
 
-    /// Returns `run.toml` as people may see it: without the passwords of addresses.
+    /// Returns `run.toml` as people may see it; none where it is no TOML, and nobody knows what is in it.
     pub(super) fn run_toml(&self) -> Option<String> {
-        let text = self.small("run.toml")?;
-        Some(shown_in(&String::from_utf8_lossy(&text)))
+        let mut table: toml::Table = String::from_utf8(self.small("run.toml")?)
+            .ok()?
+            .parse()
+            .ok()?;
+        hide_secrets(&mut table);
+        Some(table.to_string())
     }
 
     /// Returns the settings, if this version knows all of them.

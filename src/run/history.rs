@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 
 use super::state::{Phase, RunState, STATE, phase};
 use super::{FolderLock, Measured, RunError, Summary};
+use crate::config::hide_secrets;
 
 /// Most of a file that is read: metrics of a hundred thousand steps have a third of it.
 const MAX_METRICS: u64 = 512 << 20;
@@ -93,7 +94,10 @@ impl RunRecord {
         // A run of another version is worth having, whatever its keys.
         let settings = text
             .parse::<toml::Table>()
-            .map(|table| flat(&table))
+            .map(|mut table| {
+                hide_secrets(&mut table);
+                flat(&table)
+            })
             .unwrap_or_default();
         let summary = read_bounded(&folder.join("summary.json"))?;
         let summary: Option<Summary> = summary.and_then(|text| serde_json::from_str(&text).ok());
@@ -159,17 +163,24 @@ impl RunRecord {
         })
     }
 
-    /// Reads all runs of a folder, the newest first. What holds no run is left out.
+    /// Reads all runs of a folder, the newest first. What holds no run is left out, and with a warning one that
+    /// cannot be read.
     ///
     /// # Errors
     ///
-    /// Fails where the folder or a file of a run cannot be read.
+    /// Fails where the folder cannot be read.
     pub fn read_all(folder: &Path) -> Result<Vec<Self>, RunError> {
         let mut runs = Vec::new();
         for entry in fs::read_dir(folder)? {
             let path = entry?.path();
-            if path.join("run.toml").is_file() {
-                runs.push(Self::read(&path)?);
+            if !path.join("run.toml").is_file() {
+                continue;
+            }
+            match Self::read(&path) {
+                Ok(run) => runs.push(run),
+                Err(error) => {
+                    tracing::warn!(%error, path = %path.display(), "a run cannot be read");
+                }
             }
         }
         runs.sort_by(|a, b| (b.started, &b.name).cmp(&(a.started, &a.name)));
@@ -214,7 +225,7 @@ fn flat(table: &toml::Table) -> BTreeMap<String, String> {
             match value.as_table() {
                 Some(inner) => open.push((format!("{key}."), inner)),
                 None => {
-                    found.insert(key, crate::address::shown_in(&value.to_string()));
+                    found.insert(key, value.to_string());
                 }
             }
         }

@@ -39,6 +39,9 @@ pub struct RunState {
     pub state: Phase,
     /// When its last process began.
     pub started_at: u64,
+    /// The start of the machine that it runs on, by a name that no other has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot: Option<String>,
     /// When that ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_at: Option<u64>,
@@ -64,6 +67,7 @@ impl StateFile {
             state: RunState {
                 state: Phase::Running,
                 started_at: now(),
+                boot: boot(),
                 ended_at: None,
                 reason: None,
             },
@@ -108,6 +112,8 @@ pub(crate) fn phase(
         (Some(true), _) => (Phase::Running, None),
         // On a file system that cannot tell, its word is taken.
         (None, Some(Phase::Running)) => (Phase::Running, None),
+        // Nor do machines that share one always see each other's locks.
+        (_, Some(Phase::Running)) if told.is_some_and(is_elsewhere) => (Phase::Running, None),
         (Some(false), Some(Phase::Running)) => (
             Phase::Failed,
             Some("its process ended without a word: killed, or out of memory".to_owned()),
@@ -117,6 +123,17 @@ pub(crate) fn phase(
         (_, None) if has_summary => (Phase::Finished, None),
         (_, None) => (Phase::Stopped, None),
     }
+}
+
+/// Whether a run's process is, or was, on another machine, or on this one before it was started again.
+fn is_elsewhere(told: &RunState) -> bool {
+    told.boot.is_some() && told.boot != boot()
+}
+
+/// Returns the kernel's name for this start of the machine.
+fn boot() -> Option<String> {
+    let text = fs_err::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(text.trim().to_owned())
 }
 
 fn now() -> u64 {
@@ -170,6 +187,7 @@ mod tests {
         let told = |state| RunState {
             state,
             started_at: 1,
+            boot: None,
             ended_at: None,
             reason: Some("why".to_owned()),
         };
@@ -185,6 +203,11 @@ mod tests {
             Phase::Failed
         );
         assert_eq!(of(None, Some(told(Phase::Running)), false), Phase::Running);
+        let elsewhere = RunState {
+            boot: Some("another".to_owned()),
+            ..told(Phase::Running)
+        };
+        assert_eq!(of(Some(false), Some(elsewhere), false), Phase::Running);
         assert_eq!(
             of(Some(false), Some(told(Phase::Stopped)), false),
             Phase::Stopped

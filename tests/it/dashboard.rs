@@ -152,7 +152,8 @@ fn metrics_go_on_where_they_were_and_a_torn_row_waits() {
     file.write_all(b"ard\":1.0}\n").expect("it is written");
     let path = format!(
         "/api/runs/a/metrics?file={}&offset={}",
-        first["file"], first["offset"]
+        first["file"].as_str().expect("a text"),
+        first["offset"]
     );
     let second = server.get(&path).json();
     assert_eq!(second["rows"], json!([{"step": 3, "reward": 1.0}]));

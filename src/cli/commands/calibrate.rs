@@ -5,7 +5,7 @@
 //! memory without loading anything.
 
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
@@ -141,13 +141,21 @@ pub(in crate::cli) fn run(args: &CalibrateArgs, printer: &Printer) -> Outcome {
     let held_out = evaluation_tasks(&config).map_err(Failure::from)?.len();
     let started = Instant::now();
     let is_metered = PeakMemory::restart().is_some();
+    let stop = setup::stop_on_signals().map_err(Failure::internal)?;
     let bench = Bench {
         config: &config,
         policy: &policy,
         workbench: &workbench,
         printer,
+        stop: &stop,
     };
-    let (measured, answer) = bench.measure(args.time)?;
+    let (measured, answer) = match bench.measure(args.time) {
+        Err(_) if stop.load(Ordering::Relaxed) => {
+            printer.note("Stopped: nothing is known yet, and nothing is left behind");
+            return Ok(ExitStatus::Failure);
+        }
+        measured => measured?,
+    };
     let is_cpu = policy.decoder.device().is_cpu();
     let memory = Memory {
         measured_bytes: (is_cpu && is_metered).then(PeakMemory::read).flatten(),
@@ -204,6 +212,8 @@ struct Bench<'a> {
     policy: &'a Policy,
     workbench: &'a Workbench,
     printer: &'a Printer,
+    /// Set where the measurement is to end.
+    stop: &'a AtomicBool,
 }
 
 impl Bench<'_> {
@@ -252,11 +262,10 @@ impl Bench<'_> {
     fn steps(&self, groups: usize, steps: u64, answer: usize) -> Result<Measured, Failure> {
         let folder = tempfile::tempdir().map_err(Failure::internal)?;
         let out = folder.path().join("run");
-        let stop = AtomicBool::new(false);
         let options = TrainOptions {
             out: &out,
             resume: false,
-            stop: &stop,
+            stop: self.stop,
             ranks: &Solo,
         };
         let config = shortened(self.config, groups, steps, answer);

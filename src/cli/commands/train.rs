@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use clap::Args;
 
-use super::live::Live;
+use super::live::{Live, Place};
 use super::setup::{self, Loaded};
 use crate::cli::ExitStatus;
 use crate::cli::args::{ConfigArgs, Format};
@@ -78,6 +78,10 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let name = resolved.name.clone();
     let signalled = setup::stop_on_signals().map_err(Failure::internal)?;
     let launch = Launch::from_env().map_err(RunError::from)?;
+    let is_first = launch.as_ref().is_none_or(|launch| launch.rank == 0);
+    let place = (args.dashboard.filter(|_| is_first))
+        .map(|listen| Place::take(listen, args.dashboard_key_env.as_deref()))
+        .transpose()?;
     let joined = launch
         .as_ref()
         .map(|launch| join(launch, &resolved.config, &signalled, printer))
@@ -118,11 +122,8 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     let mut measuring: Option<Progress<'_>> = None;
     let started = Instant::now();
     let is_root = ranks.is_root();
-    let live = (args.dashboard.filter(|_| is_root))
-        .map(|listen| {
-            let key = args.dashboard_key_env.as_deref();
-            Live::start(listen, key, &out, policy.tokenizer.clone())
-        })
+    let live = place
+        .map(|place| Live::start(place, &out, policy.tokenizer.clone()))
         .transpose()?;
     if let Some(live) = &live {
         printer.note(&format!("Serving the dashboard at {}", live.url));

@@ -14,6 +14,8 @@ use crate::config::RunConfig;
 
 /// How long a server may take to take a connection.
 const CONNECT: Duration = Duration::from_secs(3);
+/// How many addresses of a server are tried.
+const MOST_ADDRESSES: usize = 4;
 
 pub(super) fn check(scope: &Scope) -> Vec<Finding> {
     let mut findings: Vec<Finding> = scope.listen.iter().map(|address| free(address)).collect();
@@ -77,11 +79,16 @@ fn reach((key, url): (String, &str)) -> Finding {
     let connected = host_and_port(url).ok_or_else(|| "it is no address".to_owned());
     let connected = connected.and_then(|(host, port)| {
         let addresses = (host.as_str(), port).to_socket_addrs();
-        let mut addresses = addresses.map_err(|error| error.to_string())?;
-        let address = addresses
-            .next()
-            .ok_or_else(|| "its name has no address".to_owned())?;
-        TcpStream::connect_timeout(&address, CONNECT).map_err(|error| error.to_string())
+        let addresses = addresses.map_err(|error| error.to_string())?;
+        // One of them is enough, as it is for who connects.
+        let mut last = "its name has no address".to_owned();
+        for address in addresses.take(MOST_ADDRESSES) {
+            match TcpStream::connect_timeout(&address, CONNECT) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => last = error.to_string(),
+            }
+        }
+        Err(last)
     });
     match connected {
         Ok(_) => Finding::fine(
