@@ -7,6 +7,7 @@ mod cli;
 mod commands;
 mod config;
 mod dashboard;
+mod deploy;
 mod doctor;
 mod engine;
 mod golden;
