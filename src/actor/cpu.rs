@@ -1,8 +1,10 @@
 //! What bounds the CPU time of an actor on this machine.
 //!
-//! Where this user may make control groups (either version), each actor has one: it gets no more than it may, and
-//! actors that want all there is share it evenly, however many processes each has. Elsewhere an actor is bound to
-//! as many processors as it may use, and yields to everything that is not an actor.
+//! Where this user may make control groups, each actor has one: it gets no more than it may, and actors that want all
+//! there is share it evenly, however many processes each has. In version 2 they are made below this process's own group
+//! alone, which has to be without processes of its own for that: what bounds the group bounds the actors. Elsewhere an
+//! actor is bound to as many processors as it may use, of those that this process has, and yields to everything that is
+//! not an actor.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -41,7 +43,9 @@ pub(super) struct CpuTime {
     /// The group that those of actors are made in, and what their names begin with. They are made beside each
     /// other: one for the run around them would weigh as little as a single process of somebody else.
     groups: Option<(Version, PathBuf, String)>,
-    /// The processor that the next actor begins at, where there are no groups.
+    /// The processors that this process may use.
+    processors: Vec<usize>,
+    /// Which of them the next actor begins at, where there are no groups.
     next: AtomicUsize,
 }
 
@@ -67,9 +71,15 @@ impl CpuTime {
                  `bwrap` can undo it"
             );
         }
+        let status = read("/proc/self/status");
+        let allowed = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
         Self {
             groups,
-            next: AtomicUsize::new(0),
+            processors: allowed.map(numbers).unwrap_or_default(),
+            // Other runs of this machine begin elsewhere.
+            next: AtomicUsize::new(rand::random_range(0..1 << 16)),
         }
     }
 
@@ -85,14 +95,12 @@ impl CpuTime {
                 }
             }
         }
-        let there = std::thread::available_parallelism().map_or(1, usize::from);
-        let asked = limits.cpu_millis.div_ceil(1000);
-        let count = usize::try_from(asked).unwrap_or(there).clamp(1, there);
+        let there = self.processors.len();
+        let asked = usize::try_from(limits.cpu_millis.div_ceil(1000)).unwrap_or(there);
+        let count = asked.max(1).min(there);
         let first = self.next.fetch_add(count, Ordering::Relaxed);
-        let listed: Vec<String> = (first..first + count)
-            .map(|processor| (processor % there).to_string())
-            .collect();
-        CpuShare::Bound(listed.join(","))
+        let listed = (first..first + count).map(|turn| self.processors[turn % there].to_string());
+        CpuShare::Bound(listed.collect::<Vec<_>>().join(","))
     }
 }
 
@@ -101,7 +109,7 @@ impl CpuTime {
 pub(super) enum CpuShare {
     /// A control group.
     Group(PathBuf),
-    /// Processors, as `taskset` lists them.
+    /// Processors, as `taskset` lists them; empty where it is not known which there are.
     Bound(String),
 }
 
@@ -115,7 +123,7 @@ impl CpuShare {
             }
             Self::Bound(processors) => {
                 let tools = find_program(Path::new("taskset")).zip(find_program(Path::new("nice")));
-                match tools {
+                match tools.filter(|_| !processors.is_empty()) {
                     Some((taskset, nice)) => vec![
                         nice.into(),
                         "-n".into(),
@@ -143,7 +151,8 @@ impl Drop for CpuShare {
     }
 }
 
-/// Returns the groups in which others may be made, the likeliest first: this process's own, and the topmost one.
+/// Returns the groups in which others may be made, the likeliest first: this process's own, and in version 1, where
+/// that of CPU time bounds nothing else, the topmost one.
 fn places(mounts: &str, own: &str) -> Vec<(Version, PathBuf)> {
     let mut places = Vec::new();
     for line in mounts.lines() {
@@ -174,7 +183,8 @@ fn places(mounts: &str, own: &str) -> Vec<(Version, PathBuf)> {
         let inside = group.and_then(|group| Path::new(group).strip_prefix(root).ok());
         let topmost = PathBuf::from(point);
         let own = inside.map_or_else(|| topmost.clone(), |inside| topmost.join(inside));
-        for place in [own, topmost] {
+        let others = (version == Version::One).then_some(topmost);
+        for place in [own].into_iter().chain(others) {
             // Without the stroke that joining nothing leaves.
             let place: PathBuf = place.components().collect();
             if !places.contains(&(version, place.clone())) {
@@ -183,6 +193,15 @@ fn places(mounts: &str, own: &str) -> Vec<(Version, PathBuf)> {
         }
     }
     places
+}
+
+/// Returns the numbers of a list of the kernel's, as `0-3,8`.
+fn numbers(list: &str) -> Vec<usize> {
+    let ranges = list.trim().split(',').filter_map(|range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    });
+    ranges.flatten().collect()
 }
 
 /// Makes a group that gets so many thousandths of a CPU.
@@ -261,6 +280,11 @@ mod tests {
         assert_eq!(
             places(second, "0::/\n"),
             [(Version::Two, path("/sys/fs/cgroup"))]
+        );
+        // What bounds the service bounds its actors.
+        assert_eq!(
+            places(second, "0::/a.service\n"),
+            [(Version::Two, path("/sys/fs/cgroup/a.service"))]
         );
         assert_eq!(places("", "0::/\n"), []);
     }
@@ -354,27 +378,37 @@ mod tests {
 
     #[test]
     fn processors_are_given_out_in_turn_where_there_are_no_groups() {
-        let time = CpuTime {
+        let of = |processors: Vec<usize>| CpuTime {
             groups: None,
+            processors,
             next: AtomicUsize::new(0),
         };
-        let there = std::thread::available_parallelism().map_or(1, usize::from);
-        let limits = |cpu_millis| ActorLimits {
-            cpu_millis,
-            ..ActorLimits::default()
+        let listed = |time: &CpuTime, cpu_millis| {
+            let limits = ActorLimits {
+                cpu_millis,
+                ..ActorLimits::default()
+            };
+            match &time.share("a", &limits) {
+                CpuShare::Bound(listed) => listed.clone(),
+                CpuShare::Group(_) => unreachable!("there are none"),
+            }
         };
-        let listed = |cpu_millis| match &time.share("a", &limits(cpu_millis)) {
-            CpuShare::Bound(listed) => listed.clone(),
-            CpuShare::Group(_) => unreachable!("there are none"),
+        // Those of this process, whatever their numbers.
+        let time = of(numbers("\t4-6,9\n"));
+        assert_eq!(listed(&time, 500), "4");
+        assert_eq!(listed(&time, 2000), "5,6");
+        assert_eq!(listed(&time, 1500), "9,4");
+        assert_eq!(listed(&time, u32::MAX).split(',').count(), 4);
+        assert_eq!(listed(&of(Vec::new()), 1000), "");
+        let run = |share: &CpuShare| {
+            let mut command = share.command(Path::new("/bin/sh"));
+            command.args(["-c", "grep Cpus_allowed_list /proc/self/status"]);
+            String::from_utf8(command.output().unwrap().stdout).unwrap()
         };
-        assert_eq!(listed(500), "0");
-        assert_eq!(listed(1000), (1 % there).to_string());
-        assert_eq!(listed(u32::MAX).split(',').count(), there);
-        let share = CpuShare::Bound("0".to_owned());
-        let mut command = share.command(Path::new("/bin/sh"));
-        command.args(["-c", "grep Cpus_allowed_list /proc/self/status"]);
-        let output = command.output().unwrap();
-        let told = String::from_utf8_lossy(&output.stdout);
-        assert!(told.trim().ends_with("\t0"), "{told}");
+        let first = CpuTime::open(Path::new("/tmp/0-test-of-processors")).processors[0];
+        let told = run(&CpuShare::Bound(first.to_string()));
+        assert!(told.trim().ends_with(&format!("\t{first}")), "{told}");
+        // Where nobody knows, it runs all the same.
+        assert!(run(&CpuShare::Bound(String::new())).starts_with("Cpus_allowed_list"));
     }
 }

@@ -17,7 +17,7 @@ const HOPELESS: [&str; 4] = [
 ];
 /// Time between looks.
 const PAUSE: Duration = Duration::from_secs(5);
-/// Looks in a row that must find the same pod waiting so: a registry may be away for a moment.
+/// Looks in a row that must find all pods of the image waiting so: a registry may be away for a moment.
 const LOOKS: u32 = 6;
 
 /// Looks for pods of an instance from `image` that cannot start, and returns once there is one, with why.
@@ -44,11 +44,11 @@ pub(super) async fn hopeless(link: Link, instance: String, image: String) -> Act
     }
 }
 
-/// Returns why pods from `image` cannot start; where one of them runs, the image is not to blame.
+/// Returns why pods from `image` cannot start; where one of them runs, or still may, the image is not to blame.
 fn stuck(pods: &[Value], image: &str) -> Option<String> {
-    let of_image = || pods.iter().filter(|pod| is_of(pod, image));
-    let runs = of_image().any(|pod| pod["status"]["phase"] == "Running");
-    of_image().find_map(waits).filter(|_| !runs)
+    let of_image = pods.iter().filter(|pod| is_of(pod, image));
+    let whys: Option<Vec<String>> = of_image.map(waits).collect();
+    whys?.into_iter().next()
 }
 
 fn is_of(pod: &Value, image: &str) -> bool {
@@ -92,7 +92,9 @@ mod tests {
                 assert_eq!(stuck(&[json!({}), pod.clone()], "a:1"), why);
                 assert_eq!(stuck(std::slice::from_ref(&pod), "b:1"), None);
                 // A node's trouble, not the image's.
-                assert_eq!(stuck(&[pod, running.clone()], "a:1"), None);
+                assert_eq!(stuck(&[pod.clone(), running.clone()], "a:1"), None);
+                let pulls = json!({ "spec": running["spec"], "status": { "phase": "Pending" } });
+                assert_eq!(stuck(&[pod, pulls], "a:1"), None);
             }
             // These pass by themselves.
             for reason in ["ContainerCreating", "PodInitializing"] {

@@ -223,7 +223,10 @@ async fn delete_instance(
         let alone = json!({ "metadata": { "ownerReferences": null } });
         for policy in link.list(&policies, &labels).await? {
             if let Some(name) = policy["metadata"]["name"].as_str() {
-                link.merge(&policies, name, &alone).await?;
+                // Another run may be at it, too.
+                if let Err(error) = link.merge(&policies, name, &alone).await {
+                    tracing::warn!(%error, "a policy may go before its pods");
+                }
             }
         }
     }

@@ -82,6 +82,14 @@ impl Controls {
                  reward"
             );
         }
+        // What the reference takes on a quiet machine is what patches are compared with.
+        let last = found
+            .control
+            .filter(|last| last.is_sound && control.is_sound);
+        let control = Control {
+            seconds: last.map_or(control.seconds, |last| control.seconds.min(last.seconds)),
+            ..control
+        };
         found.control = Some(control);
         Ok(control)
     }
