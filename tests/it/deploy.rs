@@ -77,7 +77,10 @@ fn rendered(folder: &Path) -> Option<Vec<Document>> {
         .arg(folder)
         .output();
     let Ok(output) = output else {
-        println!("skipped: there is no `kubectl` to render {}", folder.display());
+        println!(
+            "skipped: there is no `kubectl` to render {}",
+            folder.display()
+        );
         return None;
     };
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -291,7 +294,9 @@ fn what_is_not_restricted_is_told() {
         assert_eq!(faults(&changed, true, false).len(), 1, "{pointer}");
     }
     assert!(!is_pinned("moby/buildkit:latest") && !is_pinned("moby/buildkit"));
-    assert!(is_pinned("registry.example.org:5000/a:1") && !is_pinned("registry.example.org:5000/a"));
+    assert!(
+        is_pinned("registry.example.org:5000/a:1") && !is_pinned("registry.example.org:5000/a")
+    );
 }
 
 #[test]
@@ -461,7 +466,9 @@ fn calls(container: &Value) -> Vec<Vec<String>> {
             .map(|call| {
                 let call = call.split([';', '\n']).next().unwrap_or_default();
                 let words = call.split_whitespace();
-                words.map(|word| word.trim_matches('"').to_owned()).collect()
+                words
+                    .map(|word| word.trim_matches('"').to_owned())
+                    .collect()
             })
             .collect(),
     }
@@ -474,7 +481,10 @@ fn what_containers_are_told_is_known() {
     let text = fs_err::read_to_string(template).expect("it is read");
     let actor = parse("actor", &text).remove(0);
     let mut known = BTreeSet::new();
-    let mut pods: Vec<Value> = documents.drain(..).filter_map(|it| pod(&it).cloned()).collect();
+    let mut pods: Vec<Value> = documents
+        .drain(..)
+        .filter_map(|it| pod(&it).cloned())
+        .collect();
     pods.push(actor.value);
     for pod in &pods {
         for container in containers(pod) {
@@ -578,6 +588,9 @@ fn probes_ask_routes_that_there_are() {
     }
     assert!(probes >= 7, "{probes}");
     for routes in [environment, proxy] {
-        assert!(routes.contains(".route(\"/metrics\""), "for ServiceMonitors");
+        assert!(
+            routes.contains(".route(\"/metrics\""),
+            "for ServiceMonitors"
+        );
     }
 }
