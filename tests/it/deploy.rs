@@ -71,6 +71,10 @@ fn written() -> Vec<Document> {
 }
 
 /// Returns the documents of an overlay or a folder with a component as `kubectl` renders them; none without one.
+#[expect(
+    clippy::print_stdout,
+    reason = "what is skipped is told with the test's output"
+)]
 fn rendered(folder: &Path) -> Option<Vec<Document>> {
     let output = Command::new("kubectl")
         .arg("kustomize")
