@@ -124,12 +124,7 @@ struct Memory {
 
 pub(in crate::cli) fn run(args: &CalibrateArgs, printer: &Printer) -> Outcome {
     let resolved = setup::resolve(&args.config)?;
-    let has_tasks = !resolved.config.task.path.is_empty()
-        || !resolved.config.environments.is_empty()
-        || resolved.config.env.is_some();
-    if !has_tasks {
-        return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
-    }
+    setup::require_tasks(&resolved.config)?;
     let model = resolved.name.clone();
     let programs = setup::programs(&resolved.config, printer)?;
     let Loaded {

@@ -344,6 +344,15 @@ impl From<RunError> for Failure {
     }
 }
 
+/// Refuses a run that says nothing to learn from.
+pub(super) fn require_tasks(config: &RunConfig) -> Result<(), Failure> {
+    // An environment elsewhere that names no tasks has episodes.
+    if config.task.path.is_empty() && config.environments.is_empty() && config.env.is_none() {
+        return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
+    }
+    Ok(())
+}
+
 /// Returns what SIGINT (Ctrl-C) and SIGTERM set to true. A second one ends the process at once.
 pub(super) fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));

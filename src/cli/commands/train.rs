@@ -66,11 +66,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         config_args.config = Some(file);
     }
     let resolved = setup::resolve(&config_args)?;
-    let config = &resolved.config;
-    // An environment elsewhere that names no tasks has episodes.
-    if config.task.path.is_empty() && config.environments.is_empty() && config.env.is_none() {
-        return Err(Failure::from(RunError::NoTasks { key: "task.path" }));
-    }
+    setup::require_tasks(&resolved.config)?;
     let out = match args.resume.as_ref().or(args.out.as_ref()) {
         Some(out) => out.clone(),
         None => setup::default_run_folder(&resolved),
