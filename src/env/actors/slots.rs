@@ -1,7 +1,7 @@
 //! How many episodes have an actor at a time.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Time between looks at whether who waits still wants room.
 const LOOK: Duration = Duration::from_millis(50);
@@ -56,20 +56,17 @@ impl Slots {
 
     /// Waits for so long, or until it is closed; returns whether it is open.
     pub(super) fn pause(&self, time: Duration) -> bool {
-        let until = Instant::now() + time;
-        let mut state = self.lock();
-        while !state.is_closed {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return true;
-            }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        false
+        !self.wait_while(time, |state| !state.is_closed).is_closed
+    }
+
+    /// Waits for as long as something is so, but no longer than `limit`.
+    fn wait_while(
+        &self,
+        limit: Duration,
+        is_so: impl FnMut(&mut State) -> bool,
+    ) -> MutexGuard<'_, State> {
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_so);
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Gives no more room, and lets those go who wait for some.
@@ -80,20 +77,7 @@ impl Slots {
 
     /// Waits until all room is free again; returns whether it is.
     pub(super) fn wait_free(&self, limit: Duration) -> bool {
-        let until = Instant::now() + limit;
-        let mut state = self.lock();
-        while state.taken > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        true
+        self.wait_while(limit, |state| state.taken > 0).taken == 0
     }
 }
 
