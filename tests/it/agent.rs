@@ -1,7 +1,6 @@
 //! `wardian train` with an agent that is a program of its own.
 
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
 use wardian::trajectory::{Status, read_step};
@@ -22,7 +21,7 @@ fn train(run: &Path, agent: &[&str], sets: &[&str]) -> (bool, String) {
         "eval.limit=4",
         "eval.samples=1",
     ];
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(["train", "--out"])
         .arg(run)
         .args(all.iter().chain(sets).flat_map(|set| ["--set", *set]))

@@ -1,12 +1,12 @@
 //! Commands that help: recipes, the schema, runs that are there, completions and manual pages.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::{Value, json};
 
 fn wardian_in(folder: &Path, arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_wardian"))
+    crate::binary::command()
         .args(arguments)
         .current_dir(folder)
         .env("NO_COLOR", "1")

@@ -34,7 +34,7 @@ struct Server {
 
 impl Server {
     fn start(options: &[&str], roots: RootCerts) -> Self {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_wardian"))
+        let mut process = crate::binary::command()
             .args(["serve", "--env", "python", "--listen", "127.0.0.1:0"])
             .args(options)
             .env_remove("WARDIAN_LOG")

@@ -2,6 +2,7 @@
 
 mod actor;
 mod agent;
+mod binary;
 mod chat;
 mod cli;
 mod commands;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -69,7 +69,7 @@ fn text_of(path: &Path) -> String {
 }
 
 fn start(arguments: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_wardian"))
+    crate::binary::command()
         .args(arguments)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

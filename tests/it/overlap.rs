@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -40,7 +39,7 @@ fn traces(run: &Path, step: u64) -> Vec<TokenTrace> {
 fn survives_a_kill_at_every_step(whole: &Path, killed: &Path, settings: &[&str]) {
     assert!(!interrupt(killed, settings, "-KILL").status.success());
     for rows in 3..=5 {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+        let mut command = crate::binary::command();
         command.args(["train", "--resume"]).arg(killed);
         let output = interrupt_at(command, killed, rows, "-KILL");
         assert!(!output.status.success());
@@ -409,7 +408,7 @@ fn a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_answer() {
 fn a_run_that_moved_too_far_drops_what_was_sampled_before() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("run");
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(["train", "--seed", "3", "--out"])
         .arg(&run)
         .args(sets(&[
@@ -461,7 +460,7 @@ fn an_episode_that_takes_too_long_is_no_failure_of_the_policys() {
 fn a_run_whose_episodes_all_take_too_long_ends_behind_its_measurement() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("run");
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(["train", "--seed", "3", "--set", "rollout.deadline=1ms"])
         .arg("--out")
         .arg(&run)

@@ -39,7 +39,7 @@ fn start(
     world_size: usize,
     port: u16,
 ) -> Child {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    let mut command = crate::binary::command();
     command.arg("train").args(arguments);
     for setting in settings {
         command.args(["--set", setting]);

@@ -15,7 +15,7 @@ use crate::run::json as read_json;
 const STARTER_TASKS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/starter/tasks");
 
 fn wardian(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    let mut command = crate::binary::command();
     command
         .args(arguments)
         .env_remove("WARDIAN_LOG")

@@ -29,7 +29,7 @@ const SMALL: [&str; 12] = [
 ];
 
 pub(crate) fn wardian(arguments: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(arguments)
         .output()
         .expect("the binary starts");
@@ -162,7 +162,7 @@ fn the_same_seed_samples_the_same_tokens() {
 
 /// Starts a run, and sends it a signal, `-KILL` or `-TERM`, once it has logged two of its steps.
 pub(crate) fn interrupt(out: &Path, extra: &[&str], signal: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    let mut command = crate::binary::command();
     command
         .args(["train", "--seed", "3", "--out"])
         .arg(out)
@@ -307,7 +307,7 @@ fn a_run_stops_at_what_looks_wrong_and_goes_on_with_a_remedy() {
     // No episode ends within two tokens.
     let settings = ["rollout.max_new_tokens=2", "watch.truncated=stop"];
     let sets = settings.iter().flat_map(|set| ["--set", set]);
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(["train", "--seed", "3", "--out"])
         .arg(&run)
         .args(SMALL)
@@ -337,7 +337,7 @@ fn a_run_stops_at_what_looks_wrong_and_goes_on_with_a_remedy() {
 
 /// Resumes a run and expects it to be refused.
 fn refused(run: &Path, extra: &[&str], expected: &str) {
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args(["train", "--resume"])
         .arg(run)
         .args(extra)
@@ -487,7 +487,7 @@ fn lora_leaves_an_adapter_that_evaluates() {
         .expect("a number");
     assert!(difference > 0.0, "the adapter is in it");
     // What is there is not overwritten.
-    let again = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let again = crate::binary::command()
         .args(["export", "--out", &merged])
         .output()
         .expect("the binary starts");
@@ -560,7 +560,7 @@ fn sft_learns_its_demonstrations() {
     fs_err::write(&demos, format!("{row}\n").repeat(4)).expect("written");
     let out = folder.path().join("model");
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
-    let output = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let output = crate::binary::command()
         .args([
             "sft",
             "--demos",
@@ -607,7 +607,7 @@ fn sft_imitates_the_episodes_of_a_run_that_passed() {
     assert!(!passed.is_empty(), "the starter passes some");
     let out = folder.path().join("tuned");
     let sft = |extra: &[&str]| {
-        Command::new(env!("CARGO_BIN_EXE_wardian"))
+        crate::binary::command()
             .args([
                 "sft",
                 "--steps",
@@ -661,7 +661,7 @@ fn sft_that_is_asked_to_stop_while_it_measures_keeps_what_it_learned() {
     ]});
     fs_err::write(&demos, format!("{row}\n")).expect("written");
     let out = folder.path().join("model");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_wardian"))
+    let mut child = crate::binary::command()
         .args(["sft", "--steps", "2", "--measure-every", "1", "--demos"])
         .arg(&demos)
         .arg("--out")

@@ -12,7 +12,7 @@ const TASK: &str = "Write a function f(x) that takes x, adds 7, then takes the r
     returns the result. Your code must pass: assert f(9) == 7";
 
 fn wardian(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    let mut command = crate::binary::command();
     command
         .args(arguments)
         .env_remove("WARDIAN_LOG")

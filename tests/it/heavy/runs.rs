@@ -14,7 +14,7 @@ use super::{FIXED, HARBOR, folders_in, instances, processes_naming, write};
 
 /// A command whose actors are in a folder of the test's.
 fn wardian(folder: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
+    let mut command = crate::binary::command();
     command
         .args(arguments)
         .env_remove("WARDIAN_LOG")
