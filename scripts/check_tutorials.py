@@ -3,7 +3,8 @@
 
     scripts/check_tutorials.py target/release/wardian [PAGE...]
 
-Each page is one session of bash that ends at the first command that fails.
+Each page is one session of bash that ends at the first command that fails. Blocks marked `shell` rather than `sh` need
+what the gate has not, such as a GPU or a cluster, and are only shown.
 """
 
 import os

@@ -6,9 +6,13 @@
 An optional check: TRL brings torch. The policy is a tiny random Qwen3, so what it writes is noise; so
 that its tool loop runs all the same, every other completion is replaced by a call of the tool before
 TRL parses it. What is checked is that TRL's own loop resets the environments, calls their tools over
-the wire, masks what they answer, gets their rewards and takes two optimizer steps.
+the wire, masks what they answer, gets their rewards and takes two optimizer steps. Then examples/trl/train.py runs as the
+tutorial has it, with that policy, and what it saves is measured by `wardian eval`.
 """
 
+import json
+import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -22,6 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from served import served
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"]
 CALL = '<tool_call>\n{"name": "run_python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call><|im_end|>'
 
@@ -121,6 +126,32 @@ def main(binary):
         print(f"{len(losses)} steps, {seen['resets']} resets, {seen['calls']} tool calls, losses {losses}")
         assert trainer.state.global_step == 2 and moved, "the policy did not move"
         assert seen["resets"] >= 8 and seen["calls"] >= 4, seen
+    check_example(binary, model, tokenizer)
+
+
+def check_example(binary, model, tokenizer):
+    """Runs the example's commands, and measures the adapter that it saves."""
+    tasks = ROOT / "examples/starter/tasks/train.jsonl"
+    with (
+        served(binary, "--env", "tasks", "--tasks", str(tasks), "--max-sessions", "64") as (address, _),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        policy, out = f"{folder}/policy", f"{folder}/trl-run"
+        model.save_pretrained(policy)
+        tokenizer.save_pretrained(policy)
+        subprocess.run(
+            [sys.executable, ROOT / "examples/trl/train.py", "--server", address, "--model", policy, "--steps", "2",
+             "--group", "2", "--tasks-per-step", "2", "--max-tokens", "64", "--out", out, "--cpu"],
+            check=True, timeout=900,
+        )
+        measured = subprocess.run(
+            [binary, "eval", "--model", out, "--tasks", str(tasks), "--format", "json", "--set", "eval.limit=4",
+             "--set", "eval.samples=1", "--set", "rollout.max_new_tokens=16", "--set", "rollout.max_total_tokens=2048"],
+            check=True, timeout=900, stdout=subprocess.PIPE, text=True,
+        )
+        report = json.loads(measured.stdout)
+        print(f"the example's adapter is measured: {measured.stdout[:200]}")
+        assert report["tasks"] == 4, report
 
 
 if __name__ == "__main__":
