@@ -28,7 +28,10 @@ for file in Dockerfile Dockerfile.cuda; do
     # The last user is who runs it.
     user=$(sed -n 's/^USER //p' "$file" | tail -n 1)
     [[ $user =~ ^[1-9][0-9]*:[1-9][0-9]*$ ]] || die "$file runs as \`$user\`, not as a number other than 0"
-    for feature in $(sed -n 's/.*--features \([a-z0-9,]*\).*/\1/p' "$file" | tr , '\n' | sort -u); do
+    # As arguments, and as what `FEATURES` is by itself and in what is shown.
+    features=$(sed -n 's/.*\(--features \|FEATURES=\)\([a-z0-9,]\+\).*/\2/p' "$file" | tr , '\n' | sort -u)
+    [[ -n $features ]] || die "$file names no features"
+    for feature in $features; do
         grep -q "^$feature = \[" Cargo.toml || die "$file asks for the feature $feature, which there is not"
     done
 done
