@@ -96,6 +96,8 @@ class Environment:
         self.is_over = self.is_over or result["done"]
         if result["reward"] is not None:
             self.reward = float(result["reward"])
+        elif result["done"]:
+            raise Fault("the environment ended the episode without a reward")
         observation = result["observation"]
         told = (observation.get("result") or {}).get("data")
         error = observation.get("error") or {}
