@@ -21,6 +21,7 @@ mod tests;
 use indexmap::IndexMap;
 
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
+use crate::trajectory::ToolRun;
 
 pub use self::error::EnvError;
 pub use self::text::describe_outcome;
@@ -167,6 +168,11 @@ pub trait Environment: Send {
     /// Fails only where the environment failed, never for what the policy did.
     fn use_tool(&mut self, call: &ToolCall) -> Result<String, EnvError> {
         Ok(format!("error: there is no tool `{}` here", call.name))
+    }
+
+    /// Returns what the last step ran, whatever became of the step, for who looks at the episode.
+    fn take_runs(&mut self) -> Vec<ToolRun> {
+        Vec::new()
     }
 
     /// Returns what was used so far.

@@ -15,6 +15,7 @@ use crate::sandbox::{
     SandboxError, Session, Usage as SandboxUsage,
 };
 use crate::task::Task;
+use crate::trajectory::RunEnding;
 
 /// Programs that hold `boom` fail; the rest print their own length.
 #[derive(Debug, Default)]
@@ -173,6 +174,29 @@ fn a_draft_is_run_and_a_submission_is_graded() {
         (stats.tool_calls, stats.tool_failures, stats.fuel),
         (2, 1, 10)
     );
+}
+
+#[test]
+fn what_a_step_ran_is_told_once_and_of_which_call() {
+    let (mut environment, _) = environment(3);
+    environment.reset().unwrap();
+    let mut turn = call("rm_rf", "x");
+    turn.tool_calls
+        .extend(call("run_python", "boom").tool_calls);
+    environment.step(&turn).unwrap();
+    let runs = environment.take_runs();
+    let [run] = &runs[..] else {
+        unreachable!("one program was run: {runs:?}");
+    };
+    assert_eq!(run.call, Some(1));
+    assert_eq!(run.ending, RunEnding::Exited { code: 1 });
+    assert_eq!(run.stderr.head, "NameError: boom");
+    assert!(run.stdout.head.is_empty() && run.fuel.is_some());
+    assert!(environment.take_runs().is_empty());
+    // Who does not ask holds those of one step alone.
+    environment.step(&call("run_python", "boom")).unwrap();
+    environment.step(&call("submit_solution", "right")).unwrap();
+    assert!(environment.take_runs().is_empty(), "a grade is no run");
 }
 
 #[test]

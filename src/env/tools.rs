@@ -12,6 +12,7 @@ use crate::chat::{Message, ParsedTurn, ToolCall, ToolSpec};
 use crate::grader::{Grader, RewardTerms, Score, StdioGrader, SubmissionKind, VerdictStatus};
 use crate::sandbox::{ExecOutcome, ExecRequest, Exit, Limits, Sandbox};
 use crate::task::Task;
+use crate::trajectory::{KeptText, RunEnding, ToolRun};
 
 /// The tool that runs a program.
 pub const RUN_PYTHON: &str = "run_python";
@@ -114,6 +115,8 @@ pub struct ToolEnvironment {
     answer: Option<String>,
     /// Whether every call could be read.
     is_well_formed: bool,
+    /// What the last step ran.
+    runs: Vec<ToolRun>,
     stats: EpisodeStats,
 }
 
@@ -151,6 +154,7 @@ impl ToolEnvironment {
             turns: 0,
             answer: None,
             is_well_formed: true,
+            runs: Vec::new(),
             stats: EpisodeStats::default(),
         }
     }
@@ -179,7 +183,13 @@ impl ToolEnvironment {
         vec![run_python_tool(), submit]
     }
 
-    fn run(&mut self, code: &str, stdin: &str) -> Result<ExecOutcome, EnvError> {
+    /// Runs a program for a call of the turn, or to try an answer.
+    fn run(
+        &mut self,
+        code: &str,
+        stdin: &str,
+        call: Option<usize>,
+    ) -> Result<ExecOutcome, EnvError> {
         let request = ExecRequest {
             code: code.to_owned(),
             stdin: stdin.to_owned(),
@@ -196,6 +206,10 @@ impl ToolEnvironment {
             })?;
         self.stats.tool_seconds += started.elapsed().as_secs_f64();
         self.stats.fuel += outcome.usage.fuel;
+        self.runs.push(ToolRun {
+            call: call.and_then(|call| u32::try_from(call).ok()),
+            ..tool_run(&outcome)
+        });
         if let Exit::DeadlineExceeded { .. } = outcome.exit {
             return Err(EnvError::Deadline {
                 task: self.task.id.clone(),
@@ -276,8 +290,32 @@ impl ToolEnvironment {
             let (setup, tests) = (task.setup.join("\n"), task.visible().join("\n"));
             format!("{code}\n\n{setup}\n{tests}\n")
         };
-        let outcome = self.run(&program, stdin)?;
+        let outcome = self.run(&program, stdin, None)?;
         Ok((!outcome.exit.is_success()).then_some(outcome))
+    }
+}
+
+/// Returns what is stored of a program that was run.
+fn tool_run(outcome: &ExecOutcome) -> ToolRun {
+    ToolRun {
+        call: None,
+        ending: match &outcome.exit {
+            Exit::Exited { code } => RunEnding::Exited {
+                code: i64::from(*code),
+            },
+            Exit::OutOfFuel { .. } => RunEnding::OutOfFuel,
+            Exit::DeadlineExceeded { .. } => RunEnding::TimedOut,
+            Exit::OutOfMemory { .. } => RunEnding::OutOfMemory,
+            Exit::Cancelled => RunEnding::Killed {
+                reason: "it was cancelled".to_owned(),
+            },
+            Exit::Trapped { reason } => RunEnding::Trapped {
+                reason: reason.clone(),
+            },
+        },
+        stdout: KeptText::of(&outcome.stdout),
+        stderr: KeptText::of(&outcome.stderr),
+        fuel: Some(outcome.usage.fuel),
     }
 }
 
@@ -326,6 +364,7 @@ impl Environment for ToolEnvironment {
         self.turns = 0;
         self.answer = None;
         self.is_well_formed = true;
+        self.runs.clear();
         self.stats = EpisodeStats::default();
         let mut messages = Vec::with_capacity(2);
         if let Some(prompt) = &self.config.system_prompt {
@@ -341,12 +380,13 @@ impl Environment for ToolEnvironment {
 
     fn step(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError> {
         self.turns += 1;
+        self.runs.clear();
         let mut result = if turn.tool_calls.is_empty() {
             self.answer_text(&turn.content)?
         } else {
             let mut observation = Vec::with_capacity(turn.tool_calls.len());
             let submit = Submit::of(self.task.submission_kind());
-            for call in &turn.tool_calls {
+            for (at, call) in turn.tool_calls.iter().enumerate() {
                 self.stats.tool_calls += 1;
                 let checked = match call {
                     _ if !self.config.offers_tools => {
@@ -369,7 +409,8 @@ impl Environment for ToolEnvironment {
                         return Ok(self.grade(text));
                     }
                     Ok((call, code)) => {
-                        let outcome = self.run(code, "")?;
+                        let place = turn.tool_calls[..at].iter().flatten().count();
+                        let outcome = self.run(code, "", Some(place))?;
                         self.stats.tool_failures += u32::from(!outcome.exit.is_success());
                         let output = describe_outcome(&outcome, self.config.max_output_chars);
                         observation.push(Message::tool_result(call, output));
@@ -404,6 +445,10 @@ impl Environment for ToolEnvironment {
 
     fn submit(&mut self, answer: &str) -> StepResult {
         self.grade(answer)
+    }
+
+    fn take_runs(&mut self) -> Vec<ToolRun> {
+        std::mem::take(&mut self.runs)
     }
 
     fn stats(&self) -> EpisodeStats {

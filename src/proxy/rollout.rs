@@ -75,6 +75,7 @@ fn trajectory(graph: &CallGraph, row: Row, labels: &RowLabels) -> Option<Traject
             },
             tool_calls: u32::try_from(calls).unwrap_or(u32::MAX),
             tool_failures: 0,
+            runs: Vec::new(),
         });
     }
     let generate_seconds = calls.iter().map(|call| call.latency.as_secs_f64()).sum();

@@ -11,6 +11,8 @@ pub(crate) struct Group {
     pub(crate) title: &'static str,
     /// The metrics. A name that ends in `*` stands for all that start so.
     pub(crate) names: &'static [&'static str],
+    /// Which of them the others are parts of, where they add up to it, or to less.
+    pub(crate) whole: Option<&'static str>,
 }
 
 /// What charts are about.
@@ -36,6 +38,19 @@ const fn group(section: Section, title: &'static str, names: &'static [&'static 
         section,
         title,
         names,
+        whole: None,
+    }
+}
+
+const fn parts(
+    section: Section,
+    title: &'static str,
+    whole: &'static str,
+    names: &'static [&'static str],
+) -> Group {
+    Group {
+        whole: Some(whole),
+        ..group(section, title, names)
     }
 }
 
@@ -110,9 +125,10 @@ pub(crate) const CHARTS: &[Group] = &[
         "Episodes we failed to score",
         &["episodes/unscorable"],
     ),
-    group(
+    parts(
         Section::Speed,
         "Seconds a step",
+        "step_time",
         &["step_time", "generate_time", "update_time"],
     ),
     group(
@@ -126,6 +142,16 @@ pub(crate) const CHARTS: &[Group] = &[
         &["sandbox/tool_seconds", "sandbox/grade_seconds"],
     ),
     group(Section::Sandbox, "Fuel a step", &["sandbox/fuel"]),
+    group(
+        Section::Sandbox,
+        "Programs and commands a step",
+        &["sandbox/runs"],
+    ),
+    group(
+        Section::Sandbox,
+        "How programs and commands ended",
+        &["sandbox/endings/*"],
+    ),
     group(
         Section::Actors,
         "Actors: started, lost, commands that took too long",

@@ -3,13 +3,19 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use indexmap::IndexMap;
+use tracing::Span;
 
 use super::RolloutError;
 use crate::causes::with_causes;
 use crate::chat::{Message, ParsedTurn, ToolCall, ToolCallFormat, parse_turn_as};
 use crate::engine::{EngineError, FinishReason};
 use crate::env::{Environment, EpisodeStats, EpisodeStatus, StepResult};
-use crate::trajectory::{Finish, Segment, Status, TokenTrace, TraceError, Trajectory, Turn, Usage};
+use crate::trajectory::{
+    Finish, Segment, Status, TokenTrace, ToolRun, TraceError, Trajectory, Turn, Usage,
+};
+
+/// The most bytes of what programs printed that are kept of an episode, besides what the policy was told.
+const MAX_KEPT: usize = 512 << 10;
 
 /// A turn as the engine sampled it.
 #[derive(Debug, Clone)]
@@ -39,6 +45,19 @@ pub(super) type Decode<'a> = dyn Fn(&[u32]) -> Result<String, EngineError> + 'a;
 pub struct Episode {
     environment: Box<dyn Environment>,
     trajectory: Trajectory,
+    /// What is logged on its behalf says so, on whatever thread.
+    span: Span,
+}
+
+/// Returns what names an episode in the log, within what the thread is at: the run. It is there at every level.
+fn span_of(trajectory: &Trajectory) -> Span {
+    tracing::error_span!(
+        "rollout",
+        step = trajectory.policy_step,
+        task = %trajectory.task_id,
+        group = trajectory.group,
+        sample = trajectory.sample,
+    )
 }
 
 impl std::fmt::Debug for Episode {
@@ -60,23 +79,25 @@ impl Episode {
         sample: u32,
         policy_step: u64,
     ) -> Self {
+        let trajectory = Trajectory {
+            task_id: task_id.to_owned(),
+            group,
+            sample,
+            policy_step,
+            segments: Vec::new(),
+            messages: Vec::new(),
+            turns: Vec::new(),
+            trace: TokenTrace::new(),
+            reward: None,
+            rewards: IndexMap::new(),
+            passed: None,
+            status: Status::Finished,
+            usage: Usage::default(),
+        };
         let mut episode = Self {
             environment,
-            trajectory: Trajectory {
-                task_id: task_id.to_owned(),
-                group,
-                sample,
-                policy_step,
-                segments: Vec::new(),
-                messages: Vec::new(),
-                turns: Vec::new(),
-                trace: TokenTrace::new(),
-                reward: None,
-                rewards: IndexMap::new(),
-                passed: None,
-                status: Status::Finished,
-                usage: Usage::default(),
-            },
+            span: span_of(&trajectory),
+            trajectory,
         };
         episode.guard(|episode| {
             match episode.environment.reset() {
@@ -139,6 +160,7 @@ impl Episode {
     ) -> Self {
         let mut episode = Self {
             environment,
+            span: span_of(&trajectory),
             trajectory,
         };
         episode.guard(|episode| {
@@ -174,6 +196,8 @@ impl Episode {
             let text = decode(&ids[..ids.len().saturating_sub(1)])?;
             let parsed = parse_turn_as(&text, format, self.environment.tools());
             let result = self.environment.step(&parsed).map_err(lost)?;
+            // They are stored already.
+            self.environment.take_runs();
             if result.done {
                 return Err(differs());
             }
@@ -196,6 +220,8 @@ impl Episode {
         &mut self,
         act: impl FnOnce(&mut Self) -> Option<Vec<Message>>,
     ) -> Option<Vec<Message>> {
+        let span = self.span.clone();
+        let _entered = span.enter();
         catch_unwind(AssertUnwindSafe(|| act(self))).unwrap_or_else(|_| {
             self.fail(&std::io::Error::other("the environment panicked"));
             None
@@ -240,6 +266,7 @@ impl Episode {
             self.environment.step(parsed)
         };
         let after = self.environment.stats();
+        let runs = self.take_runs();
         self.trajectory.turns.push(Turn {
             message: self.trajectory.messages.len() - 1,
             tokens: start..self.trajectory.trace.len(),
@@ -250,6 +277,7 @@ impl Episode {
             },
             tool_calls: after.tool_calls - before.tool_calls,
             tool_failures: after.tool_failures - before.tool_failures,
+            runs,
         });
         self.use_stats(after);
         match outcome {
@@ -259,6 +287,20 @@ impl Episode {
                 None
             }
         }
+    }
+
+    /// Returns what the step ran, as much of it as there is room for.
+    fn take_runs(&mut self) -> Vec<ToolRun> {
+        let stored = self.trajectory.turns.iter().flat_map(|turn| &turn.runs);
+        let mut kept: usize = stored.map(ToolRun::kept).sum();
+        let mut runs = self.environment.take_runs();
+        for run in &mut runs {
+            if kept + run.kept() > MAX_KEPT {
+                run.drop_text();
+            }
+            kept += run.kept();
+        }
+        runs
     }
 
     /// Adds a turn's tokens to the trace: what was sampled, and between it what was not.
@@ -285,6 +327,8 @@ impl Episode {
     /// Gets what the tools work with before an agent that is a program of its own begins, as
     /// [`Environment::open_tools`].
     pub(super) fn open_tools(&mut self, is_over: &dyn Fn() -> bool) {
+        let span = self.span.clone();
+        let _entered = span.enter();
         let opened = catch_unwind(AssertUnwindSafe(|| self.environment.open_tools(is_over)));
         match opened {
             Ok(Ok(())) => {}
@@ -299,6 +343,8 @@ impl Episode {
         if self.has_failed() {
             return None;
         }
+        let span = self.span.clone();
+        let _entered = span.enter();
         let used = catch_unwind(AssertUnwindSafe(|| self.environment.use_tool(call)));
         let result = match used {
             Ok(Ok(told)) => return Some(told),
@@ -336,7 +382,8 @@ impl Episode {
     /// Marks the episode as failed by us: it has no reward.
     pub fn fail(&mut self, error: &dyn std::error::Error) {
         let reason = with_causes(error);
-        tracing::warn!(task = %self.trajectory.task_id, error = %reason, "an episode failed");
+        self.span
+            .in_scope(|| tracing::warn!(error = %reason, "an episode failed"));
         self.trajectory.reward = None;
         self.trajectory.passed = None;
         self.trajectory.status = Status::Failed { reason };
@@ -394,6 +441,7 @@ mod tests {
     use super::*;
     use crate::chat::ToolSpec;
     use crate::env::EnvError;
+    use crate::trajectory::{KeptText, RunEnding};
 
     /// Repeats what it was told until it is told nothing.
     struct Echo;
@@ -470,6 +518,56 @@ mod tests {
             seconds: 0.0,
         });
         (episode, messages.unwrap())
+    }
+
+    /// Runs a program that prints a lot in each turn.
+    struct Loud;
+
+    impl Environment for Loud {
+        fn reset(&mut self) -> Result<Vec<Message>, EnvError> {
+            Ok(vec![Message::user("print")])
+        }
+
+        fn tools(&self) -> &[ToolSpec] {
+            &[]
+        }
+
+        fn step(&mut self, _turn: &ParsedTurn) -> Result<StepResult, EnvError> {
+            Ok(StepResult::goes_on(vec![Message::tool("a lot")]))
+        }
+
+        fn close(&mut self, _cut_off: Option<&ParsedTurn>) -> StepResult {
+            unreachable!("no turn is cut off")
+        }
+
+        fn take_runs(&mut self) -> Vec<ToolRun> {
+            vec![ToolRun {
+                call: Some(0),
+                ending: RunEnding::Exited { code: 0 },
+                stdout: KeptText::of(&[b'x'; 16 << 10]),
+                stderr: KeptText::default(),
+                fuel: Some(1),
+            }]
+        }
+
+        fn stats(&self) -> EpisodeStats {
+            EpisodeStats::default()
+        }
+    }
+
+    #[test]
+    fn what_programs_print_is_kept_up_to_a_limit_and_its_amount_beyond() {
+        let mut episode = Episode::start(Box::new(Loud), "task", 0, 0, 0);
+        for _ in 0..40 {
+            episode.take_untraced_turn(&ParsedTurn::default(), false, 0.0);
+        }
+        let turns = episode.into_trajectory().turns;
+        let runs: Vec<&ToolRun> = turns.iter().flat_map(|turn| &turn.runs).collect();
+        assert_eq!(runs.len(), 40);
+        let kept: usize = runs.iter().map(|run| run.kept()).sum();
+        assert_eq!(kept, MAX_KEPT);
+        assert_eq!(runs[39].stdout.left_out, 16 << 10);
+        assert_eq!(runs[39].fuel, Some(1));
     }
 
     #[test]

@@ -277,6 +277,7 @@ mod tests {
                 finish: Finish::Stop,
                 tool_calls: 0,
                 tool_failures: 0,
+                runs: Vec::new(),
             }],
             trace,
             reward: None,

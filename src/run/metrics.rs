@@ -8,7 +8,7 @@ use super::mix::environment_of;
 use super::watch::Kind;
 use crate::rollout::RolloutGroup;
 use crate::trainer::StepMetrics;
-use crate::trajectory::{Status, Trajectory, Turn};
+use crate::trajectory::{RunEnding, Status, Trajectory, Turn};
 
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Serialize)]
@@ -151,9 +151,55 @@ pub(super) struct EpisodeMetrics {
     /// Burnt by all episodes.
     #[serde(rename = "sandbox/fuel")]
     pub(super) fuel: u64,
+    /// Of steps whose episodes ran something.
+    #[serde(flatten)]
+    runs: Option<RunMetrics>,
     /// Of steps with tasks in actors.
     #[serde(flatten)]
     pub(super) actors: Option<ActorMetrics>,
+}
+
+/// How the programs and commands of a step's episodes ended.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+struct RunMetrics {
+    #[serde(rename = "sandbox/runs")]
+    count: usize,
+    /// By itself, with 0.
+    #[serde(rename = "sandbox/endings/success")]
+    success: usize,
+    /// By itself, with another code: an exception, mostly.
+    #[serde(rename = "sandbox/endings/error")]
+    error: usize,
+    #[serde(rename = "sandbox/endings/out_of_fuel")]
+    out_of_fuel: usize,
+    #[serde(rename = "sandbox/endings/timed_out")]
+    timed_out: usize,
+    #[serde(rename = "sandbox/endings/out_of_memory")]
+    out_of_memory: usize,
+    #[serde(rename = "sandbox/endings/killed")]
+    killed: usize,
+    #[serde(rename = "sandbox/endings/trapped")]
+    trapped: usize,
+}
+
+impl RunMetrics {
+    fn new(rows: &[&Trajectory]) -> Option<Self> {
+        let mut metrics = Self::default();
+        let turns = rows.iter().flat_map(|row| &row.turns);
+        for run in turns.flat_map(|turn| &turn.runs) {
+            metrics.count += 1;
+            *match run.ending {
+                RunEnding::Exited { code: 0 } => &mut metrics.success,
+                RunEnding::Exited { .. } => &mut metrics.error,
+                RunEnding::OutOfFuel => &mut metrics.out_of_fuel,
+                RunEnding::TimedOut => &mut metrics.timed_out,
+                RunEnding::OutOfMemory => &mut metrics.out_of_memory,
+                RunEnding::Killed { .. } => &mut metrics.killed,
+                RunEnding::Trapped { .. } => &mut metrics.trapped,
+            } += 1;
+        }
+        (metrics.count > 0).then_some(metrics)
+    }
 }
 
 /// How the episodes of a step ended, in episodes.
@@ -265,6 +311,7 @@ impl EpisodeMetrics {
             fuel: (episodes.iter())
                 .map(|episode| episode.usage.fuel)
                 .fold(0, u64::saturating_add),
+            runs: RunMetrics::new(&rows),
             actors: ActorMetrics::new(&episodes),
         }
     }

@@ -12,6 +12,7 @@ mod atif;
 mod error;
 mod store;
 mod token_trace;
+mod tool_run;
 
 use std::ops::Range;
 
@@ -24,6 +25,7 @@ pub use atif::{ATIF_VERSION, AtifOrigin, AtifTrajectory};
 pub use error::{StoreError, TraceError};
 pub use store::{StepReader, StepWriter, read_step, step_path, steps};
 pub use token_trace::TokenTrace;
+pub use tool_run::{KeptText, RunEnding, ToolRun};
 
 /// One episode of one task.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -99,6 +101,9 @@ pub struct Turn {
     pub tool_calls: u32,
     /// How many of them failed: could not be read, named no tool, or ended in an error.
     pub tool_failures: u32,
+    /// What was run, in order; none of episodes that were stored before it was kept, and of tools that run nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub runs: Vec<ToolRun>,
 }
 
 /// Why the sampling of a turn stopped.

@@ -32,7 +32,15 @@ const LAYERS: &[(&str, &[&str])] = &[
     ),
     (
         "env",
-        &["actor", "causes", "chat", "grader", "sandbox", "task"],
+        &[
+            "actor",
+            "causes",
+            "chat",
+            "grader",
+            "sandbox",
+            "task",
+            "trajectory",
+        ],
     ),
     (
         "openenv",

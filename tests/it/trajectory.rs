@@ -58,6 +58,7 @@ prop_compose! {
             finish: if cut { Finish::Length } else { Finish::Stop },
             tool_calls: 2,
             tool_failures: 1,
+            runs: Vec::new(),
         };
         Trajectory {
             task_id,
@@ -105,6 +106,7 @@ fn example() -> Trajectory {
             finish: Finish::Stop,
             tool_calls: 0,
             tool_failures: 0,
+            runs: Vec::new(),
         }],
         trace,
         reward: Some(1.0),

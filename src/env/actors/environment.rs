@@ -20,6 +20,7 @@ use crate::grader::{GradeUsage, Verdict, VerdictStatus};
 use crate::task::harbor::HarborTask;
 use crate::task::swebench::SwebenchInstance;
 use crate::task::{RepositoryTask, Task};
+use crate::trajectory::ToolRun;
 
 /// What a policy is told first, unless the run says otherwise.
 const SYSTEM_PROMPT: &str = "You work on a task in a Linux sandbox without a network, with the tools `bash`, `edit` \
@@ -76,6 +77,8 @@ pub struct ActorEnvironment {
     has_worked: bool,
     /// Whether the policy brought its actor down while an agent used it.
     is_lost: bool,
+    /// What the last step ran.
+    runs: Vec<ToolRun>,
     stats: EpisodeStats,
 }
 
@@ -104,6 +107,7 @@ impl ActorEnvironment {
             part_began: 0.0,
             has_worked: false,
             is_lost: false,
+            runs: Vec::new(),
             stats: EpisodeStats::default(),
         }
     }
@@ -149,7 +153,8 @@ impl ActorEnvironment {
         Some(Duration::try_from_secs_f64((limit - used).max(0.0)).unwrap_or(Duration::MAX))
     }
 
-    fn call(&mut self, call: &ToolCall) -> Result<Called, EnvError> {
+    /// Does what a call asks for, the one at `at` of its message.
+    fn call(&mut self, at: usize, call: &ToolCall) -> Result<Called, EnvError> {
         let told = |text: String| Ok(Called::Told(Message::tool_result(call, text)));
         if call.name == SUBMIT {
             return Ok(Called::Done(None));
@@ -180,7 +185,14 @@ impl ActorEnvironment {
         let ran = match call.name.as_str() {
             BASH => match call.arguments.get("command") {
                 Some(Value::String(command)) => {
-                    bash(&*live.actor, user, &setup, command, timeout, max_chars)
+                    let runs = &mut self.runs;
+                    bash(&*live.actor, user, &setup, command, timeout, max_chars).map(|bashed| {
+                        runs.extend(bashed.run.map(|run| ToolRun {
+                            call: u32::try_from(at).ok(),
+                            ..run
+                        }));
+                        bashed.ran
+                    })
                 }
                 _ => Ok(Ran::Told {
                     text: format!("error: `{BASH}` needs the argument `command`, a string"),
@@ -226,11 +238,15 @@ impl ActorEnvironment {
 
     fn take_turn(&mut self, turn: &ParsedTurn) -> Result<StepResult, EnvError> {
         self.turns += 1;
+        self.runs.clear();
         let mut observation = Vec::with_capacity(turn.tool_calls.len().max(1));
-        for call in &turn.tool_calls {
+        for (at, call) in turn.tool_calls.iter().enumerate() {
             self.stats.tool_calls += 1;
             let called = match call {
-                Ok(call) => self.call(call)?,
+                Ok(call) => {
+                    let place = turn.tool_calls[..at].iter().flatten().count();
+                    self.call(place, call)?
+                }
                 Err(error) => {
                     self.stats.tool_failures += 1;
                     Called::Told(Message::tool(format!("error: {error}")))
@@ -393,6 +409,7 @@ impl Environment for ActorEnvironment {
         self.part_began = 0.0;
         self.has_worked = false;
         self.is_lost = false;
+        self.runs.clear();
         self.stats = EpisodeStats::default();
         let system = self.settings.system_prompt.as_deref();
         Ok(vec![
@@ -434,7 +451,9 @@ impl Environment for ActorEnvironment {
             return Ok("error: the task is judged when the agent ends".to_owned());
         }
         self.stats.tool_calls += 1;
-        let called = self.call(call).inspect_err(|_| self.is_lost = true)?;
+        // An agent has turns of its own, which are not known here.
+        self.runs.clear();
+        let called = self.call(0, call).inspect_err(|_| self.is_lost = true)?;
         Ok(match called {
             Called::Told(message) | Called::Done(Some(message)) => message.content,
             Called::Done(None) => String::new(),
@@ -460,6 +479,10 @@ impl Environment for ActorEnvironment {
                 fault: Some(crate::causes::with_causes(&error)),
             },
         }
+    }
+
+    fn take_runs(&mut self) -> Vec<ToolRun> {
+        std::mem::take(&mut self.runs)
     }
 
     fn stats(&self) -> EpisodeStats {

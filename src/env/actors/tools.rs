@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Ending, User};
+use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Captured, Ending, User};
 use crate::chat::ToolSpec;
 use crate::env::head_and_tail;
+use crate::trajectory::{KeptText, RunEnding, ToolRun};
 
 /// The tool that runs a command.
 pub const BASH: &str = "bash";
@@ -85,6 +86,14 @@ pub(super) enum Ran {
     },
 }
 
+/// What came of a call of `bash`.
+#[derive(Debug)]
+pub(super) struct Bashed {
+    pub(super) ran: Ran,
+    /// What is stored of it; none where nothing was run.
+    pub(super) run: Option<ToolRun>,
+}
+
 /// Runs a command of the policy behind `setup`, lines of the task's own.
 pub(super) fn bash(
     actor: &dyn Actor,
@@ -93,7 +102,7 @@ pub(super) fn bash(
     command: &str,
     timeout: Duration,
     max_chars: usize,
-) -> Result<Ran, ActorError> {
+) -> Result<Bashed, ActorError> {
     let refusal = match command {
         command if command.contains('\0') => Some("a command cannot hold a zero byte".to_owned()),
         command if command.len() > MAX_COMMAND => Some(format!(
@@ -102,10 +111,13 @@ pub(super) fn bash(
         _ => None,
     };
     if let Some(refusal) = refusal {
-        return Ok(Ran::Told {
-            text: format!("error: {refusal}"),
-            is_failure: true,
-            timed_out: false,
+        return Ok(Bashed {
+            ran: Ran::Told {
+                text: format!("error: {refusal}"),
+                is_failure: true,
+                timed_out: false,
+            },
+            run: None,
         });
     }
     let mut script = setup.join("\n");
@@ -117,7 +129,37 @@ pub(super) fn bash(
         max_output: MAX_OUTPUT,
         ..ActorCommand::new(["/bin/sh", "-c", RUN, "sh", &script])
     })?;
-    Ok(describe(&output, timeout, max_chars))
+    Ok(Bashed {
+        ran: describe(&output, timeout, max_chars),
+        run: Some(tool_run(&output)),
+    })
+}
+
+fn kept(stream: &Captured) -> KeptText {
+    match stream.is_truncated() {
+        false => KeptText::of(&stream.head),
+        true => KeptText::of_ends(&stream.head, stream.dropped, &stream.tail),
+    }
+}
+
+/// Returns what is stored of a command.
+fn tool_run(output: &ActorOutput) -> ToolRun {
+    ToolRun {
+        call: None,
+        ending: match &output.ending {
+            Ending::Exited { code } => RunEnding::Exited {
+                code: i64::from(*code),
+            },
+            Ending::TimedOut { .. } => RunEnding::TimedOut,
+            Ending::OutOfMemory { .. } => RunEnding::OutOfMemory,
+            Ending::Killed { reason } => RunEnding::Killed {
+                reason: reason.clone(),
+            },
+        },
+        stdout: kept(&output.stdout),
+        stderr: kept(&output.stderr),
+        fuel: None,
+    }
 }
 
 fn describe(output: &ActorOutput, timeout: Duration, max_chars: usize) -> Ran {
@@ -165,7 +207,6 @@ fn describe(output: &ActorOutput, timeout: Duration, max_chars: usize) -> Ran {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::actor::Captured;
 
     fn told(ending: Ending, stdout: &str) -> Ran {
         let output = ActorOutput {
