@@ -28,6 +28,8 @@ pub(super) struct Observation {
 pub(super) struct ToolText {
     /// What the tool says.
     pub(super) text: String,
+    /// The same for programs, where there is more to say than the text.
+    pub(super) data: Option<Value>,
     /// Whether the episode is over.
     pub(super) done: bool,
     /// Its reward, where there is one.
@@ -49,6 +51,12 @@ pub(super) enum StepError {
     StateLost {
         /// How it ended.
         exit: String,
+    },
+    /// Somebody else has taken what the session had.
+    #[error("the session's state was lost: {reason}. Send `reset` to go on")]
+    Taken {
+        /// What is known about it.
+        reason: String,
     },
     /// The client went away.
     #[error("the step was cancelled")]

@@ -24,6 +24,7 @@ mod python;
 mod routes;
 mod rpc;
 mod sessions;
+mod shell;
 mod socket;
 mod steps;
 mod tasks;
@@ -49,6 +50,7 @@ use tokio::sync::{oneshot, watch};
 
 #[cfg(any(fuzzing, test))]
 pub use self::socket::fuzz_frame;
+use crate::actor::sandboxd::Machine;
 use crate::env::ToolEnvironmentConfig;
 use crate::grader::Grader;
 use crate::http::{
@@ -64,6 +66,7 @@ use interpreter::Source;
 use metrics::Metrics;
 use python::PythonGym;
 use sessions::{Session, Sessions};
+use shell::ShellGym;
 use steps::{Steps, Weight};
 use tasks::TaskGym;
 
@@ -102,6 +105,11 @@ pub enum Environment {
         /// Turns, limits, rewards.
         config: Arc<ToolEnvironmentConfig>,
     },
+    /// Commands of the machine that this runs in. It is one, so one session at a time can have it.
+    Shell {
+        /// The machine.
+        machine: Machine,
+    },
 }
 
 impl fmt::Debug for Environment {
@@ -110,6 +118,7 @@ impl fmt::Debug for Environment {
             Self::Python { .. } => "Python",
             Self::CodingEnv { .. } => "CodingEnv",
             Self::Tasks { .. } => "Tasks",
+            Self::Shell { .. } => "Shell",
         })
     }
 }
@@ -243,6 +252,7 @@ impl Server {
                 grader,
                 config,
             } => Arc::new(TaskGym::new(name, &tasks, sandbox, grader, config)),
+            Environment::Shell { machine } => Arc::new(ShellGym::new(machine)),
         };
         let steps =
             Steps::start(config.threads, config.max_running).map_err(OpenEnvError::Threads)?;
@@ -315,6 +325,18 @@ impl Server {
         shutdown: impl Future<Output = ()> + Send + 'static,
         grace: Duration,
     ) {
+        let router = self.router();
+        self.serve_as(router, listener, shutdown, grace).await;
+    }
+
+    /// As [`Self::serve`], by a service that has the routes of [`Self::router`] among others.
+    pub async fn serve_as(
+        self,
+        router: Router,
+        listener: impl Into<Listener>,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+        grace: Duration,
+    ) {
         let app = &self.app;
         let keeper = tokio::spawn(keep(Arc::clone(app)));
         let stopping = Arc::clone(app);
@@ -328,7 +350,7 @@ impl Server {
         };
         let mut sockets = app.sockets.subscribe();
         let served = async {
-            http::serve(listener, self.router(), shutdown, grace).await;
+            http::serve(listener, router, shutdown, grace).await;
             // The sender is a part of `app`.
             let _ = sockets.wait_for(|open| *open == 0).await;
         };
@@ -399,7 +421,7 @@ impl App {
 
     /// Counts and logs a step that has no observation.
     fn note(&self, error: &StepError) {
-        if let StepError::StateLost { .. } = error {
+        if let StepError::StateLost { .. } | StepError::Taken { .. } = error {
             self.metrics.count_lost();
         }
         if error.is_fault() {

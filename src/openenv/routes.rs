@@ -102,7 +102,9 @@ fn failed(app: &App, error: &StepError) -> Response {
     app.note(error);
     let status = match error {
         StepError::Refused { .. } => StatusCode::BAD_REQUEST,
-        StepError::NoEpisode | StepError::StateLost { .. } => StatusCode::CONFLICT,
+        StepError::NoEpisode | StepError::StateLost { .. } | StepError::Taken { .. } => {
+            StatusCode::CONFLICT
+        }
         StepError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
         StepError::Full { .. } | StepError::Crowded { .. } => StatusCode::SERVICE_UNAVAILABLE,
         StepError::Cancelled | StepError::Sandbox(_) | StepError::Environment { .. } => {

@@ -24,13 +24,13 @@ use crate::task::{Task, TaskSet};
 /// The one split of a task set.
 const SPLIT: &str = "train";
 
-const ACTION: &[Field] = &[
+pub(super) const ACTION: &[Field] = &[
     Field::optional("metadata", Kind::Object),
     Field::optional("type", Kind::Text { max: None }),
     Field::required("tool_name", Kind::Text { max: None }),
     Field::optional("arguments", Kind::Object),
 ];
-const LIST_ACTION: &[Field] = &[
+pub(super) const LIST_ACTION: &[Field] = &[
     Field::optional("metadata", Kind::Object),
     Field::required("type", Kind::Exactly("list_tools")),
 ];
@@ -185,8 +185,37 @@ impl Gym for TaskGym {
     }
 }
 
+/// Returns the observation of `list_tools`.
+pub(super) fn listed(specs: Vec<ToolSpec>) -> Observation {
+    let specs = specs.into_iter();
+    let tools = specs.map(|tool| {
+        json!({
+            "name": tool.name, "description": tool.description,
+            "input_schema": tool.parameters,
+        })
+    });
+    let fields = Map::from_iter([("tools".to_owned(), tools.collect())]);
+    Observation {
+        fields,
+        ..Observation::default()
+    }
+}
+
+/// Returns the observation of a call that is none: `kind` is OpenEnv's `error_type`.
+pub(super) fn refused(tool: &str, kind: &str, message: &str) -> Observation {
+    let mut fields = Map::new();
+    fields.insert("tool_name".to_owned(), json!(tool));
+    fields.insert("result".to_owned(), Value::Null);
+    let error = json!({"error_type": kind, "message": message});
+    fields.insert("error".to_owned(), error);
+    Observation {
+        fields,
+        ..Observation::default()
+    }
+}
+
 /// Returns tools as MCP describes them.
-fn mcp_tools(specs: Vec<ToolSpec>) -> Vec<Value> {
+pub(super) fn mcp_tools(specs: Vec<ToolSpec>) -> Vec<Value> {
     let specs = specs.into_iter();
     let tools = specs.map(|tool| {
         json!({
@@ -356,6 +385,7 @@ impl TaskEpisode {
         }
         Ok(ToolText {
             text,
+            data: None,
             done: result.done,
             reward: result.reward,
         })
@@ -386,11 +416,16 @@ pub(super) fn tool_result(result: &ToolText) -> Value {
     let meta = result
         .done
         .then(|| json!({"wardian": {"done": true, "reward": reward}}));
+    // A tool that returns an object returns that; any other value is wrapped.
+    let (structured, data) = match &result.data {
+        Some(data) => (data.clone(), data.clone()),
+        None => (json!({"result": result.text}), json!(result.text)),
+    };
     json!({
         "content": [{"type": "text", "text": result.text, "annotations": null, "meta": null}],
-        "structured_content": {"result": result.text},
+        "structured_content": structured,
         "meta": meta,
-        "data": result.text,
+        "data": data,
         "is_error": false,
     })
 }
@@ -446,20 +481,7 @@ impl Episode for TaskEpisode {
     ) -> Result<Observation, StepError> {
         let mut fields = Map::new();
         if action.get("type").and_then(Value::as_str) == Some("list_tools") {
-            let specs = self.specs().into_iter();
-            let tools: Vec<_> = specs
-                .map(|tool| {
-                    json!({
-                        "name": tool.name, "description": tool.description,
-                        "input_schema": tool.parameters,
-                    })
-                })
-                .collect();
-            fields.insert("tools".to_owned(), json!(tools));
-            return Ok(Observation {
-                fields,
-                ..Observation::default()
-            });
+            return Ok(listed(self.specs()));
         }
         let tool = action
             .get("tool_name")
@@ -470,18 +492,10 @@ impl Episode for TaskEpisode {
             .get("arguments")
             .and_then(Value::as_object)
             .unwrap_or(&empty);
-        fields.insert("tool_name".to_owned(), json!(tool));
         if let Some((kind, message)) = self.refusal(tool, arguments) {
-            fields.insert("result".to_owned(), Value::Null);
-            fields.insert(
-                "error".to_owned(),
-                json!({"error_type": kind, "message": message}),
-            );
-            return Ok(Observation {
-                fields,
-                ..Observation::default()
-            });
+            return Ok(refused(tool, kind, &message));
         }
+        fields.insert("tool_name".to_owned(), json!(tool));
         let before = self.fuel();
         let result = self.use_tool(tool, arguments, cancel)?;
         fields.insert("result".to_owned(), tool_result(&result));

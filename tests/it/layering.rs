@@ -45,7 +45,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     (
         "openenv",
         &[
-            "address", "causes", "chat", "env", "grader", "http", "sandbox", "task",
+            "actor", "address", "causes", "chat", "env", "grader", "http", "sandbox", "task",
         ],
     ),
     (

@@ -38,6 +38,34 @@ pub(super) fn write(folder: &Path, tree: &FileTree, owner: User) -> Result<(), A
     Ok(())
 }
 
+/// Makes `folder` hold what `tree` does, and nothing else.
+///
+/// # Errors
+///
+/// As for [`write`], and where something cannot be deleted.
+pub(super) fn put_back(folder: &Path, tree: &FileTree, owner: User) -> Result<(), ActorError> {
+    let empty = || -> std::io::Result<()> {
+        let listed = match fs_err::read_dir(folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            listed => listed?,
+        };
+        for entry in listed {
+            let entry = entry?;
+            // Neither follows links.
+            match entry.file_type()?.is_dir() {
+                true => fs_err::remove_dir_all(entry.path())?,
+                false => fs_err::remove_file(entry.path())?,
+            }
+        }
+        Ok(())
+    };
+    empty().map_err(|error| ActorError::Unwritable {
+        path: folder.to_owned(),
+        message: error.to_string(),
+    })?;
+    write(folder, tree, owner)
+}
+
 /// Reads the folder, or the one file, at `path`.
 ///
 /// # Errors

@@ -3,7 +3,7 @@
 //!
 //! [`Server`] is `wardian sandboxd`: commands, trees and health over HTTP/1.1, for those that know its token.
 //! [`SandboxdActor`] is its client. Where a platform starts machines but has no call that runs a program in
-//! them, this is that call.
+//! them, this is that call. [`Machine`] is the same for another protocol that the process serves beside it.
 //!
 //! **Turns.** Who may use a server *claims* it, and each command or tree that goes in has the next number
 //! under that claim. A number is taken once. So a request can be sent again whenever its answer was lost: it
@@ -20,6 +20,7 @@ mod background;
 mod client;
 mod files;
 mod link;
+mod machine;
 mod processes;
 mod server;
 mod token;
@@ -28,6 +29,7 @@ mod wire;
 #[cfg(feature = "k8s")]
 pub(in crate::actor) use background::Background;
 pub use client::{SandboxdActor, SandboxdOptions};
+pub use machine::{Hold, Machine, MachineConfig};
 pub use server::{Server, ServerLimits};
 pub use token::{BearerToken, TokenError};
 

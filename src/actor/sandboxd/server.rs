@@ -19,6 +19,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
 
 use super::files;
+use super::machine::{Machine, MachineConfig};
 use super::processes::{Processes, Program};
 use super::token::BearerToken;
 use super::wire::{
@@ -66,10 +67,10 @@ pub struct Server {
 }
 
 #[derive(Debug)]
-struct Shared {
+pub(super) struct Shared {
     key: ApiKey,
-    limits: ServerLimits,
-    processes: Processes,
+    pub(super) limits: ServerLimits,
+    pub(super) processes: Processes,
     state: Mutex<Turns>,
     changed: Notify,
     bodies: Semaphore,
@@ -99,7 +100,7 @@ enum Work {
 
 /// An answer that can be given again.
 #[derive(Debug, Clone)]
-struct Answer {
+pub(super) struct Answer {
     status: StatusCode,
     body: Bytes,
 }
@@ -132,6 +133,28 @@ impl Server {
         })
     }
 
+    /// Returns the machine, for a protocol that is served beside this one's.
+    ///
+    /// # Errors
+    ///
+    /// Fails where `config` cannot be, and where the system has no thread left.
+    pub fn machine(&self, config: MachineConfig) -> Result<Machine, ActorError> {
+        Machine::new(Arc::clone(&self.shared), config)
+    }
+
+    /// Returns the token, for a protocol that is served beside this one's.
+    #[must_use]
+    pub fn api_key(&self) -> ApiKey {
+        self.shared.key.clone()
+    }
+
+    /// Returns this server as a service, with the routes of `beside`; those answer for themselves who is let in.
+    pub fn router(&self, beside: Router) -> Router {
+        router(&self.shared)
+            .merge(beside)
+            .layer(middleware::map_response(sign))
+    }
+
     /// Serves until `shutdown` is ready, gives what runs up to `grace`, and ends every process below.
     ///
     /// # Errors
@@ -143,8 +166,20 @@ impl Server {
         shutdown: impl Future<Output = ()> + Send + 'static,
         grace: Duration,
     ) -> std::io::Result<()> {
+        let router = self.router(Router::new());
+        self.look_after(http::serve(listener, router, shutdown, grace))
+            .await
+    }
+
+    /// Looks after processes while somebody serves the [`Self::router`], and ends every one below when that is
+    /// over.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system does not tell of children that end.
+    pub async fn look_after(self, serving: impl Future<Output = ()>) -> std::io::Result<()> {
         let undertaker = undertaker(Arc::clone(&self.shared))?;
-        http::serve(listener, router(&self.shared), shutdown, grace).await;
+        serving.await;
         let shared = self.shared;
         shared.is_stopping.store(true, Ordering::SeqCst);
         let _ = spawn_blocking(move || shared.processes.kill_all()).await;
@@ -177,7 +212,6 @@ fn router(shared: &Arc<Shared>) -> Router {
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(ready))
         .merge(asked)
-        .layer(middleware::map_response(sign))
         .with_state(Arc::clone(shared))
 }
 
@@ -274,10 +308,33 @@ struct GetQuery {
 
 /// Where a request belongs.
 #[derive(Debug)]
-struct Place {
-    claim: String,
-    turn: u64,
+pub(super) struct Place {
+    pub(super) claim: String,
+    pub(super) turn: u64,
 }
+
+/// Why a turn cannot be taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Denied {
+    Lost,
+    Taken,
+    Busy,
+    Broken,
+}
+
+impl Denied {
+    fn answer(self) -> Answer {
+        match self {
+            Self::Lost => lost(),
+            Self::Taken => refusal(Reason::Taken, "this turn was taken"),
+            Self::Busy => refusal(Reason::Busy, "the turn before is not over"),
+            Self::Broken => refusal(Reason::Broken, BROKEN),
+        }
+    }
+}
+
+/// What is said of a machine that nobody can use any more.
+pub(super) const BROKEN: &str = "processes are left that do not end";
 
 impl Place {
     fn of(headers: &HeaderMap) -> Result<Self, Answer> {
@@ -322,17 +379,8 @@ impl Shared {
             let message = format!("a claim is up to {MAX_CLAIM} printable characters");
             return Err(refusal(Reason::Invalid, &message));
         }
-        {
-            let mut turns = self.lock();
-            if turns.claim.as_ref() != Some(&asked.claim) {
-                if matches!(turns.work, Work::Running) {
-                    return Err(refusal(Reason::Busy, "another claim has a turn"));
-                }
-                turns.claim = Some(asked.claim);
-                turns.turn = 0;
-                turns.work = Work::None;
-            }
-        }
+        (self.claim(&asked.claim))
+            .map_err(|_| refusal(Reason::Busy, "another claim has a turn"))?;
         json(
             StatusCode::OK,
             &Claimed {
@@ -465,36 +513,71 @@ impl Shared {
         place: &Place,
         job: impl FnOnce(&Self) -> Answer + Send + 'static,
     ) -> Result<(), Answer> {
-        {
-            let mut turns = self.lock();
-            if turns.claim.as_ref() != Some(&place.claim) {
-                return Err(lost());
-            }
-            if turns.turn == place.turn {
-                return Err(refusal(Reason::Taken, "this turn was taken"));
-            }
-            if turns.turn.checked_add(1) != Some(place.turn) {
-                return Err(lost());
-            }
-            if matches!(turns.work, Work::Running) {
-                return Err(refusal(Reason::Busy, "the turn before is not over"));
-            }
-            if turns.is_broken {
-                let message = "processes are left that do not end";
-                return Err(refusal(Reason::Broken, message));
-            }
-            turns.turn = place.turn;
-            turns.work = Work::Running;
-        }
+        self.take(place).map_err(Denied::answer)?;
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             let theirs = Arc::clone(&shared);
             let done = spawn_blocking(move || job(&theirs)).await;
             let answer = done.unwrap_or_else(|error| internal(&error.to_string()));
-            shared.lock().work = Work::Done(answer);
-            shared.changed.notify_waiters();
+            shared.finish(Work::Done(answer));
         });
         Ok(())
+    }
+
+    /// Takes a turn, which [`Self::finish`] ends.
+    pub(super) fn take(&self, place: &Place) -> Result<(), Denied> {
+        let mut turns = self.lock();
+        if turns.claim.as_ref() != Some(&place.claim) {
+            return Err(Denied::Lost);
+        }
+        if turns.turn == place.turn {
+            return Err(Denied::Taken);
+        }
+        if turns.turn.checked_add(1) != Some(place.turn) {
+            return Err(Denied::Lost);
+        }
+        if matches!(turns.work, Work::Running) {
+            return Err(Denied::Busy);
+        }
+        if turns.is_broken {
+            return Err(Denied::Broken);
+        }
+        turns.turn = place.turn;
+        turns.work = Work::Running;
+        Ok(())
+    }
+
+    fn finish(&self, work: Work) {
+        self.lock().work = work;
+        self.changed.notify_waiters();
+    }
+
+    /// Ends a turn that has no answer to give again.
+    pub(super) fn end(&self, is_well: bool) {
+        self.lock().is_broken |= !is_well;
+        self.finish(Work::None);
+    }
+
+    /// Gives the machine to who asks, unless a turn of another's goes on.
+    pub(super) fn claim(&self, claim: &str) -> Result<(), Denied> {
+        let mut turns = self.lock();
+        if turns.claim.as_deref() != Some(claim) {
+            if matches!(turns.work, Work::Running) {
+                return Err(Denied::Busy);
+            }
+            turns.claim = Some(claim.to_owned());
+            turns.turn = 0;
+            turns.work = Work::None;
+        }
+        Ok(())
+    }
+
+    /// Takes the machine back, if it is still theirs.
+    pub(super) fn give_back(&self, claim: &str) {
+        let mut turns = self.lock();
+        if turns.claim.as_deref() == Some(claim) {
+            turns.claim = None;
+        }
     }
 
     /// Returns how a turn ended, or that it has not, as of now or of a while later.
@@ -541,7 +624,7 @@ pub(super) fn archive_size(limits: TreeLimits) -> usize {
     usize::try_from(most).unwrap_or(usize::MAX)
 }
 
-fn absolute(path: &Path) -> Result<PathBuf, Answer> {
+pub(super) fn absolute(path: &Path) -> Result<PathBuf, Answer> {
     let is_plain = path
         .components()
         .all(|part| matches!(part, Component::RootDir | Component::Normal(_)));

@@ -1,5 +1,7 @@
-//! `wardian sandboxd`: commands and files of the machine that it runs in, over HTTP.
+//! `wardian sandboxd`: commands and files of the machine that it runs in, over HTTP, and the machine as an
+//! environment of OpenEnv's protocol.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,12 +9,14 @@ use std::time::Duration;
 use clap::Args;
 
 use super::serving::on_runtime;
-use crate::actor::sandboxd::{BearerToken, Server, ServerLimits};
+use crate::actor::User;
+use crate::actor::sandboxd::{BearerToken, MachineConfig, Server, ServerLimits};
 use crate::cli::ExitStatus;
 use crate::cli::args::parse_duration;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::http::tls::{ServerTls, TlsFiles};
+use crate::openenv::{self, Environment, ServerConfig};
 
 /// Arguments of `wardian sandboxd`.
 #[derive(Debug, Args)]
@@ -44,6 +48,35 @@ pub(in crate::cli) struct SandboxdArgs {
     /// Time that requests under way get when the server is asked to stop
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     grace: Duration,
+    /// Folder that commands of OpenEnv's clients start in [default: the server's own]
+    #[arg(long, value_name = "FOLDER")]
+    workdir: Option<PathBuf>,
+    /// Put `--workdir` back at each reset as it was when the server started
+    #[arg(long, requires = "workdir")]
+    fresh_workdir: bool,
+    /// User and group of commands of OpenEnv's clients, by their numbers [default: the server's own]
+    #[arg(long, value_name = "UID[:GID]", value_parser = parse_user)]
+    user: Option<User>,
+}
+
+/// Reads a user; the group has the same number unless it is given.
+fn parse_user(text: &str) -> Result<User, String> {
+    let (uid, gid) = text.split_once(':').unwrap_or((text, text));
+    let number = |text: &str| {
+        (text.parse()).map_err(|_| format!("`{text}` is no number of a user or a group"))
+    };
+    Ok(User {
+        uid: number(uid)?,
+        gid: number(gid)?,
+    })
+}
+
+/// Returns who this process is.
+fn own_user() -> User {
+    User {
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+    }
 }
 
 pub(in crate::cli) fn run(args: &SandboxdArgs, printer: &Printer) -> Outcome {
@@ -63,10 +96,34 @@ pub(in crate::cli) fn run(args: &SandboxdArgs, printer: &Printer) -> Outcome {
         false => Some(ServerTls::new(files).map_err(Failure::usage)?),
     };
     let server = Server::new(&token, ServerLimits::default()).map_err(Failure::internal)?;
+    let workdir = match &args.workdir {
+        Some(folder) => folder.clone(),
+        None => std::env::current_dir().map_err(Failure::internal)?,
+    };
+    // What the image says of where its programs are; the rest may be secret.
+    let env = BTreeMap::from_iter(std::env::var("PATH").map(|path| ("PATH".to_owned(), path)));
+    let machine = server.machine(MachineConfig {
+        workdir,
+        is_fresh: args.fresh_workdir,
+        user: args.user.unwrap_or_else(own_user),
+        env,
+    });
+    let environment = Environment::Shell {
+        machine: machine.map_err(Failure::usage)?,
+    };
+    let config = ServerConfig {
+        max_sessions: 1,
+        api_key: Some(server.api_key()),
+        threads: 1,
+        ..ServerConfig::default()
+    };
+    let beside = openenv::Server::new(environment, config).map_err(Failure::internal)?;
     on_runtime(args.listen, tls, async |listener, stop| {
         let url = listener.url().map_err(Failure::internal)?;
         printer.note(&format!("Serving this machine at {url}"));
-        let served = server.serve(listener, stop, args.grace).await;
+        let router = server.router(beside.router());
+        let serving = beside.serve_as(router, listener, stop, args.grace);
+        let served = server.look_after(serving).await;
         served.map_err(Failure::internal)
     })?;
     printer.note("Stopped");

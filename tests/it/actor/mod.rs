@@ -5,6 +5,7 @@
 
 mod bwrap;
 pub(crate) mod conformance;
+mod openenv;
 mod runsc;
 pub(crate) mod sandboxd;
 

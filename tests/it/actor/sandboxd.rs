@@ -247,7 +247,7 @@ fn raw(address: SocketAddr, request: &str) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-fn ask(address: SocketAddr, line: &str, headers: &str, body: &str) -> String {
+pub(super) fn ask(address: SocketAddr, line: &str, headers: &str, body: &str) -> String {
     let length = body.len();
     raw(
         address,
@@ -257,7 +257,7 @@ fn ask(address: SocketAddr, line: &str, headers: &str, body: &str) -> String {
     )
 }
 
-fn authorized(headers: &str) -> String {
+pub(super) fn authorized(headers: &str) -> String {
     format!("Authorization: Bearer {TOKEN}\r\n{headers}")
 }
 
