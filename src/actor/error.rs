@@ -118,6 +118,14 @@ pub enum ActorError {
         /// What was said there.
         message: String,
     },
+    /// Moving a tree took too long, twice: by what is in the actor, or by what else this machine does.
+    #[error("moving a tree at `{}` took longer than {} s, twice", path.display(), limit.as_secs())]
+    TreeLate {
+        /// The path inside.
+        path: PathBuf,
+        /// What it had each time.
+        limit: Duration,
+    },
     /// A tree is larger than it may be.
     #[error("the tree has more than {limit} {unit}")]
     TreeTooLarge {
@@ -163,9 +171,16 @@ impl ActorError {
             Self::Ended { .. }
                 | Self::Unreadable { .. }
                 | Self::Unwritable { .. }
+                | Self::TreeLate { .. }
                 | Self::TreeTooLarge { .. }
                 | Self::TooManyArtifacts { .. }
                 | Self::HostileTree { .. }
         )
+    }
+
+    /// Whether a busy machine may have brought it about as well as what runs in the actor.
+    #[must_use]
+    pub fn is_late(&self) -> bool {
+        matches!(self, Self::TreeLate { .. })
     }
 }

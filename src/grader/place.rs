@@ -110,6 +110,8 @@ pub struct GradingFault {
     pub source: Box<dyn std::error::Error + Send + Sync>,
     /// Whether what ran in it brought that about; all else is ours.
     pub is_guests_doing: bool,
+    /// Whether it took too long, as it also may on a machine that is busy with something else.
+    pub timed_out: bool,
 }
 
 /// A sandbox with a shell, for one grading.

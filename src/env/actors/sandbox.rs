@@ -32,6 +32,7 @@ fn fault(what: &'static str) -> impl Fn(ActorError) -> GradingFault {
     move |source| GradingFault {
         what,
         is_guests_doing: source.is_guests_doing(),
+        timed_out: source.is_late(),
         source: Box::new(source),
     }
 }

@@ -117,6 +117,7 @@ pub fn verify(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Verification {
     };
     let failed = |ended, fault: &GradingFault| Verification {
         is_our_fault: !fault.is_guests_doing,
+        timed_out: fault.timed_out,
         ..without(ended, told(fault))
     };
     match bring_tests(sandbox, job) {
@@ -179,7 +180,10 @@ fn bring_tests(sandbox: &dyn GradingSandbox, job: &VerifyJob) -> Result<Brought,
     }
     if job.user.is_some() {
         // Where it cannot be, running it says so.
-        sandbox.exec(&GradingCommand::sh(ALLOW, &job.script, STEP_TIMEOUT))?;
+        let allowed = sandbox.exec(&GradingCommand::sh(ALLOW, &job.script, STEP_TIMEOUT))?;
+        if allowed.end == GradingEnd::TimedOut {
+            return Ok(Brought::Late("the script was not made one".to_owned()));
+        }
     }
     Ok(Brought::All)
 }

@@ -140,7 +140,11 @@ pub fn grade_patch(sandbox: &dyn GradingSandbox, job: &PatchJob<'_>) -> PatchGra
         // Where nothing is known of the patch, nothing is held against it.
         Err(trouble) => (PatchOutcome::Applied, Err(trouble)),
     };
-    let mut timed_out = matches!(evaluated, Err(Trouble::Late(_)));
+    let mut timed_out = match &evaluated {
+        Err(Trouble::Late(_)) => true,
+        Err(Trouble::Fault(fault)) => fault.timed_out,
+        Err(Trouble::Broken(_)) | Ok(_) => false,
+    };
     let outcome = match evaluated {
         Ok((outcome, text, seconds)) => {
             log = text;
@@ -230,6 +234,7 @@ fn not_run(output: &GradingOutput) -> GradingFault {
         what: "applying a patch",
         source: format!("{:?}: {}", output.end, quoted(output)).into(),
         is_guests_doing: false,
+        timed_out: output.end == GradingEnd::TimedOut,
     }
 }
 

@@ -42,6 +42,7 @@ impl GradingSandbox for Folder {
                 what: "run a command",
                 source: Box::new(source),
                 is_guests_doing: false,
+                timed_out: false,
             })?;
         Ok(GradingOutput {
             end: GradingEnd::Exited(output.status.code().unwrap_or(137)),
@@ -56,6 +57,7 @@ impl GradingSandbox for Folder {
             what: "write a file",
             source: Box::new(source),
             is_guests_doing: false,
+            timed_out: false,
         })
     }
 
