@@ -108,6 +108,10 @@ pub trait Actor: std::fmt::Debug + Send + Sync {
     /// Fails where the backend cannot, see [`Capabilities::snapshot`].
     fn snapshot(&self) -> Result<Arc<dyn ActorSnapshot>, ActorError>;
 
+    /// Lets what runs in it come before what runs in others where the CPUs are short, or no longer: what is judged is
+    /// not to be late by what others do. Not all backends can; its share is no larger by that.
+    fn come_first(&self, _is_first: bool) {}
+
     /// Starts another actor like this one as it is now.
     ///
     /// # Errors

@@ -431,6 +431,7 @@ impl Shell for BwrapActor {
             program: PROGRAM.to_owned(),
             source,
         })?;
+        self.cpu.as_ref().map_or(Ok(()), CpuShare::check)?;
         let code = finished.status.and_then(|status| status.code());
         let ending = match (over, code) {
             (Some(ending), _) => ending,
@@ -470,6 +471,12 @@ impl Actor for BwrapActor {
 
     fn get(&self, path: &Path, limits: TreeLimits) -> Result<FileTree, ActorError> {
         transfer::get(self, path, limits)
+    }
+
+    fn come_first(&self, is_first: bool) {
+        if let Some(cpu) = &self.cpu {
+            cpu.come_first(is_first);
+        }
     }
 
     fn snapshot(&self) -> Result<Arc<dyn ActorSnapshot>, ActorError> {

@@ -219,6 +219,12 @@ impl Actor for RunscActor {
         transfer::get(self, path, limits)
     }
 
+    fn come_first(&self, is_first: bool) {
+        if let Some(cpu) = &self.lock().cpu {
+            cpu.come_first(is_first);
+        }
+    }
+
     fn snapshot(&self) -> Result<Arc<dyn ActorSnapshot>, ActorError> {
         let mut container = self.lock();
         if let Some(ending) = container.life.ended() {

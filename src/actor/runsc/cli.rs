@@ -113,6 +113,7 @@ impl Runsc {
             }
             std::thread::sleep(Duration::from_millis(2));
         };
+        share.check()?;
         match status.success() {
             true => Ok(()),
             false => Err(ActorError::Backend {
