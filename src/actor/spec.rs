@@ -68,6 +68,8 @@ pub struct ActorSpec {
     pub user: User,
     /// What it may use.
     pub limits: ActorLimits,
+    /// Whether few like it are asked for: backends that keep actors ready keep none of these.
+    pub is_rare: bool,
 }
 
 impl ActorSpec {
@@ -85,6 +87,7 @@ impl ActorSpec {
             workdir: PathBuf::from(Self::WORKDIR),
             user: User::default(),
             limits: ActorLimits::default(),
+            is_rare: false,
         }
     }
 

@@ -332,7 +332,13 @@ impl Machine {
     /// Returns the name of the pool of a spec, which is made where there is none.
     fn pool(&self, spec: &ActorSpec, image: &str) -> Result<(String, Use), ActorError> {
         let template = template::pod(spec, image, &self.options, &self.run.labels());
-        let digest = template::digest(&template);
+        let mut digest = template::digest(&template);
+        let mut warm = self.options.warm;
+        if spec.is_rare {
+            // Not the pool of others from the same template.
+            digest.push_str("-r");
+            warm = 0;
+        }
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
         let last = self.count.load(Ordering::Relaxed);
         if let Some(made) = pools.get_mut(&digest) {
@@ -357,7 +363,7 @@ impl Machine {
         let pool = Pool {
             name: name.clone(),
             task: run::task_label(image),
-            warm: self.options.warm,
+            warm,
             template,
         };
         let (run, sandboxes) = (self.run.clone(), self.sandboxes.clone());

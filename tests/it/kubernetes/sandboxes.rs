@@ -144,6 +144,30 @@ fn without_warm_sandboxes_one_is_made_for_each_claim() {
 }
 
 #[test]
+fn what_is_rarely_asked_for_is_not_kept_warm() {
+    let mut scene = Scene::bare();
+    let mut options = scene.options(Family::kruise());
+    options.warm = 1;
+    scene.backend = Some(KubernetesBackend::open(options).unwrap());
+    let rare = ActorSpec {
+        is_rare: true,
+        ..spec()
+    };
+    for spec in [&rare, &spec()] {
+        let actor = scene.backend().create(spec).unwrap();
+        assert_eq!(text(&*actor, "echo here"), "here");
+    }
+    let pools = scene.cluster.store().list(&KRUISE_SET);
+    let mut warm: Vec<_> = pools
+        .iter()
+        .map(|pool| pool["spec"]["replicas"].as_u64())
+        .collect();
+    warm.sort();
+    assert_eq!(warm, [Some(0), Some(1)]);
+    scene.close();
+}
+
+#[test]
 fn what_runs_in_the_background_holds_nobody_up() {
     let scene = kruise();
     let actor = scene.actor();
