@@ -13,6 +13,7 @@ pub(super) fn asset(name: &str) -> Option<(&'static str, &'static str)> {
         "api.js" => (SCRIPT, include_str!("web/api.js")),
         "dom.js" => (SCRIPT, include_str!("web/dom.js")),
         "chart.js" => (SCRIPT, include_str!("web/chart.js")),
+        "load.js" => (SCRIPT, include_str!("web/load.js")),
         "runs.js" => (SCRIPT, include_str!("web/runs.js")),
         "rollouts.js" => (SCRIPT, include_str!("web/rollouts.js")),
         _ => return None,

@@ -1,7 +1,10 @@
 //! One episode with its tokens.
 
+use std::sync::{Mutex, PoisonError};
+
 use serde::Serialize;
 
+use super::folder::{Folder, Version};
 use super::index::{Entry, Index};
 use super::runs::Run;
 use crate::engine::Tokenizer;
@@ -85,7 +88,7 @@ pub(super) fn shown<'a>(
         advantage: entry.advantage,
         no_advantage: index.no_advantages,
         group_rows: (index.entries.iter())
-            .filter(|other| other.head.group == entry.head.group)
+            .filter(|other| other.group == entry.group)
             .collect(),
         tokens,
         episode: Told {
@@ -107,24 +110,47 @@ pub(super) fn shown<'a>(
 /// The largest `tokenizer.json` that is read.
 const MAX_TOKENIZER: u64 = 64 << 20;
 
-/// Returns the tokenizer that a run folder holds: of what it made, or of its last checkpoint.
-pub(super) fn tokenizer(run: &Run) -> Option<Tokenizer> {
-    let places = || {
-        let last = run.folder.folder("checkpoints").ok().and_then(|all| {
-            let (names, _) = all.names().ok()?;
-            let step = |name: &String| name.strip_prefix("step-")?.parse::<u64>().ok();
-            let last = names
-                .into_iter()
-                .filter(|name| step(name).is_some())
-                .max_by_key(step)?;
-            all.folder(&last).ok()
-        });
-        run.folder.folder("final").ok().into_iter().chain(last)
-    };
-    places().find_map(|folder| {
-        let bytes = folder.read("tokenizer.json", MAX_TOKENIZER).ok()?;
-        let config = folder.read("tokenizer_config.json", 4 << 20).ok();
-        let config = config.and_then(|text| serde_json::from_slice(&text).ok());
-        Tokenizer::from_json(&bytes, config.as_ref()).ok()
-    })
+/// The tokenizer that was asked for last: reading one takes a second, and a hundred megabytes.
+#[derive(Debug, Default)]
+pub(super) struct Tokenizers {
+    known: Mutex<Option<(Version, Option<Tokenizer>)>>,
+}
+
+impl Tokenizers {
+    /// Returns the tokenizer that a run folder holds: of what it made, or of its last checkpoint. One is read
+    /// at a time, and one is kept.
+    pub(super) fn of(&self, run: &Run) -> Option<Tokenizer> {
+        places(run).into_iter().find_map(|folder| {
+            let version = folder.version("tokenizer.json")?;
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some((of, tokenizer)) = &*known
+                && *of == version
+            {
+                return tokenizer.clone();
+            }
+            // The other goes before this one comes.
+            *known = None;
+            let tokenizer = read_tokenizer(&folder);
+            *known = Some((version, tokenizer.clone()));
+            tokenizer
+        })
+    }
+}
+
+/// Returns the folders of a run that may hold a tokenizer.
+fn places(run: &Run) -> Vec<Folder> {
+    let last = run.folder.folder("checkpoints").ok().and_then(|all| {
+        let step = |name: &str| name.strip_prefix("step-")?.parse::<u64>().ok();
+        let (_, last) = all.largest(1, step).ok()?.0.pop()?;
+        all.folder(&last).ok()
+    });
+    let made = run.folder.folder("final").ok();
+    made.into_iter().chain(last).collect()
+}
+
+fn read_tokenizer(folder: &Folder) -> Option<Tokenizer> {
+    let bytes = folder.read("tokenizer.json", MAX_TOKENIZER).ok()?;
+    let config = folder.read("tokenizer_config.json", 4 << 20).ok();
+    let config = config.and_then(|text| serde_json::from_slice(&text).ok());
+    Tokenizer::from_json(&bytes, config.as_ref()).ok()
 }

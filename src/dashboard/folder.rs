@@ -5,17 +5,47 @@
 //! or replaced meanwhile, what is read lies in the folder. Pipes and devices are not opened to be waited
 //! for.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use rustix::fs::{Dir, Mode, OFlags, openat};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, openat, statat};
 
-/// Most names of a folder that are looked at.
-const MAX_NAMES: usize = 10_000;
+/// Most names of a folder that are told.
+pub(super) const MAX_NAMES: usize = 10_000;
 /// The longest name, as of file systems.
 const MAX_NAME: usize = 255;
+
+/// Which bytes a file has, without reading them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Version {
+    device: u64,
+    file: u64,
+    length: u64,
+    modified: (i64, i64),
+}
+
+impl Version {
+    /// Returns that of an open file.
+    pub(super) fn of(file: &File) -> io::Result<Self> {
+        let about = file.metadata()?;
+        Ok(Self {
+            device: about.dev(),
+            file: about.ino(),
+            length: about.len(),
+            modified: (about.mtime(), about.mtime_nsec()),
+        })
+    }
+
+    /// Returns how many bytes there are.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+}
 
 /// An open folder.
 #[derive(Debug)]
@@ -58,26 +88,49 @@ impl Folder {
         Ok(bytes)
     }
 
-    /// Returns the names in it that may be opened, in order, and whether there are more.
-    pub(super) fn names(&self) -> io::Result<(Vec<String>, bool)> {
-        let mut names = Vec::new();
+    /// Returns the names in it that may be opened and have a key, those with the largest keys if there are more
+    /// than `most`, in the order of their keys; and whether there are more.
+    pub(super) fn largest<K: Ord>(
+        &self,
+        most: usize,
+        key: impl Fn(&str) -> Option<K>,
+    ) -> io::Result<(Vec<(K, String)>, bool)> {
+        let mut kept = BinaryHeap::new();
         let mut is_cut_off = false;
         for entry in Dir::read_from(&self.0)? {
             let entry = entry?;
             let Ok(name) = entry.file_name().to_str() else {
                 continue;
             };
-            if check(name).is_err() {
+            let Some(key) = check(name).ok().and_then(|()| key(name)) else {
                 continue;
-            }
-            if names.len() == MAX_NAMES {
+            };
+            kept.push(Reverse((key, name.to_owned())));
+            if kept.len() > most {
+                kept.pop();
                 is_cut_off = true;
-                break;
             }
-            names.push(name.to_owned());
         }
+        let mut names: Vec<_> = kept.into_iter().map(|Reverse(entry)| entry).collect();
         names.sort_unstable();
         Ok((names, is_cut_off))
+    }
+
+    /// Returns when what has this name was changed; none where that cannot be told.
+    pub(super) fn changed_at(&self, name: &str) -> Option<(i64, i64)> {
+        let about = statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        Some((about.st_mtime, i64::try_from(about.st_mtime_nsec).ok()?))
+    }
+
+    /// Returns the version of a file in it; none where there is none.
+    pub(super) fn version(&self, name: &str) -> Option<Version> {
+        let about = statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        Some(Version {
+            device: about.st_dev,
+            file: about.st_ino,
+            length: u64::try_from(about.st_size).ok()?,
+            modified: (about.st_mtime, i64::try_from(about.st_mtime_nsec).ok()?),
+        })
     }
 
     /// Opens the folder once more, for a lock of its own.
@@ -167,5 +220,33 @@ mod tests {
         assert_eq!(folder.read("file", 3).unwrap(), b"abc");
         let error = folder.read("file", 2).unwrap_err();
         assert_eq!(error.to_string(), "it is longer than 2 bytes");
+    }
+    #[test]
+    fn of_many_names_the_latest_are_told() {
+        let root = tempfile::tempdir().unwrap();
+        for step in 1..=12 {
+            fs_err::write(root.path().join(format!("step-{step}")), "").unwrap();
+        }
+        fs_err::write(root.path().join("other"), "").unwrap();
+        let folder = Folder::open(root.path()).unwrap();
+        let step = |name: &str| name.strip_prefix("step-")?.parse::<u64>().ok();
+        let (found, is_cut_off) = folder.largest(3, step).unwrap();
+        let steps: Vec<u64> = found.into_iter().map(|(step, _)| step).collect();
+        assert_eq!((steps, is_cut_off), (vec![10, 11, 12], true));
+        assert!(!folder.largest(12, step).unwrap().1);
+    }
+
+    #[test]
+    fn a_file_that_was_replaced_has_another_version() {
+        let root = tempfile::tempdir().unwrap();
+        fs_err::write(root.path().join("file"), "a").unwrap();
+        let folder = Folder::open(root.path()).unwrap();
+        let before = folder.version("file").unwrap();
+        let opened = folder.file("file").unwrap();
+        assert_eq!(before, Version::of(&opened).unwrap());
+        fs_err::write(root.path().join("other"), "b").unwrap();
+        fs_err::rename(root.path().join("other"), root.path().join("file")).unwrap();
+        assert_ne!(folder.version("file"), Some(before));
+        assert_eq!(folder.version("none"), None);
     }
 }

@@ -7,13 +7,14 @@ use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::MetadataExt as _;
 
-use serde::Serialize;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// Most bytes that are read at a time.
-const MAX_READ: u64 = 8 << 20;
+const MAX_READ: u64 = 1 << 20;
 /// What is read from the end to find the last rows.
-const TAIL: u64 = 256 << 10;
+const TAIL: u64 = 64 << 10;
 
 /// One row.
 pub(super) type Row = Map<String, Value>;
@@ -35,7 +36,9 @@ fn as_text<S: serde::Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S
 /// What was logged behind a place.
 #[derive(Debug, Serialize)]
 pub(super) struct Rows {
-    pub(super) rows: Vec<Row>,
+    /// A JSON list of them, as they are written.
+    #[serde(skip)]
+    rows: String,
     /// Lines that are no rows.
     pub(super) broken: usize,
     /// Where the next rows will be.
@@ -45,6 +48,36 @@ pub(super) struct Rows {
     pub(super) is_anew: bool,
     /// Whether there is more to be had at once.
     pub(super) has_more: bool,
+}
+
+impl Rows {
+    /// What is told where nothing was logged yet.
+    pub(super) fn none() -> Self {
+        Self {
+            rows: "[]".to_owned(),
+            broken: 0,
+            next: Place::default(),
+            is_anew: true,
+            has_more: false,
+        }
+    }
+
+    /// Returns all of it as JSON.
+    pub(super) fn json(&self) -> Result<Vec<u8>, serde_json::Error> {
+        let about = serde_json::to_string(self)?;
+        // The rows are put there as they are: reading and writing them once more takes ten times their memory.
+        let rest = about.strip_prefix('{').unwrap_or(&about);
+        Ok(format!("{{\"rows\":{},{rest}", self.rows).into_bytes())
+    }
+}
+
+/// What is asked of a row.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Head {
+    step: u64,
+    #[serde(rename = "eval/pass_at_1")]
+    pass_at_1: Option<IgnoredAny>,
 }
 
 /// Reads rows behind `from`; of those of steps every `every`-th alone, and all others.
@@ -63,7 +96,7 @@ pub(super) fn read_rows(file: &mut File, from: Place, every: u64) -> io::Result<
         None if is_full => bytes.len(),
         None => 0,
     };
-    let (rows, broken) = parse(&bytes[..whole], |row| is_shown(row, every));
+    let (rows, broken) = choose(&bytes[..whole], every);
     Ok(Rows {
         rows,
         broken,
@@ -90,28 +123,44 @@ pub(super) fn last_rows(file: &mut File) -> io::Result<Vec<Row>> {
         // The first line may have begun before.
         _ => (whole.iter().position(|byte| *byte == b'\n')).map_or(whole.len(), |end| end + 1),
     };
-    Ok(parse(&whole[begin..], |_| true).0)
+    let rows = lines(&whole[begin..]).filter_map(|line| serde_json::from_slice(line).ok());
+    Ok(rows.collect())
 }
 
-fn parse(bytes: &[u8], is_shown: impl Fn(&Row) -> bool) -> (Vec<Row>, usize) {
-    let (mut rows, mut broken) = (Vec::new(), 0);
-    for line in bytes.split(|byte| *byte == b'\n') {
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
-        match serde_json::from_slice::<Row>(line) {
-            Ok(row) if is_shown(&row) => rows.push(row),
-            Ok(_) => {}
-            Err(_) => broken += 1,
+fn lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let lines = bytes.split(|byte| *byte == b'\n');
+    lines
+        .map(<[u8]>::trim_ascii)
+        .filter(|line| !line.is_empty())
+}
+
+/// Returns the rows that are shown as a JSON list, and how many lines are none.
+fn choose(bytes: &[u8], every: u64) -> (String, usize) {
+    let (mut rows, mut broken) = ("[".to_owned(), 0);
+    for line in lines(bytes) {
+        // A list would do for a struct, too.
+        let head = std::str::from_utf8(line)
+            .ok()
+            .filter(|line| line.starts_with('{'));
+        let head = head.and_then(|line| Some((line, serde_json::from_str::<Head>(line).ok()?)));
+        match head {
+            Some((line, head)) if is_shown(&head, every) => {
+                if rows.len() > 1 {
+                    rows.push(',');
+                }
+                rows.push_str(line);
+            }
+            Some(_) => {}
+            None => broken += 1,
         }
     }
+    rows.push(']');
     (rows, broken)
 }
 
 /// Returns whether a row is that of a measurement, of one of the first steps, or of an `every`-th.
-fn is_shown(row: &Row, every: u64) -> bool {
-    let step = row.get("step").and_then(Value::as_u64).unwrap_or(0);
-    step <= 1 || step.is_multiple_of(every.max(1)) || row.contains_key("eval/pass_at_1")
+fn is_shown(head: &Head, every: u64) -> bool {
+    head.step <= 1 || head.step.is_multiple_of(every.max(1)) || head.pass_at_1.is_some()
 }
 
 #[cfg(test)]
@@ -124,6 +173,13 @@ mod tests {
         rows.iter().filter_map(|row| row["step"].as_u64()).collect()
     }
 
+    fn told(rows: &Rows) -> Vec<u64> {
+        let told: Value = serde_json::from_slice(&rows.json().unwrap()).unwrap();
+        assert_eq!(told["offset"], rows.next.offset);
+        let rows = told["rows"].as_array().unwrap();
+        rows.iter().filter_map(|row| row["step"].as_u64()).collect()
+    }
+
     #[test]
     fn rows_come_as_they_are_written_and_a_torn_one_once_it_is_whole() {
         let folder = tempfile::tempdir().unwrap();
@@ -133,15 +189,15 @@ mod tests {
             |from| read_rows(fs_err::File::open(&path).unwrap().file_mut(), from, 1).unwrap();
         writer.write_all(b"{\"step\":1}\n{\"st").unwrap();
         let first = read(Place::default());
-        assert_eq!((steps(&first.rows), first.broken), (vec![1], 0));
+        assert_eq!((told(&first), first.broken), (vec![1], 0));
         assert!(first.is_anew && !first.has_more);
         let second = read(first.next);
-        assert!(second.rows.is_empty() && !second.is_anew);
+        assert!(told(&second).is_empty() && !second.is_anew);
         writer
             .write_all(b"ep\":2}\n[]\nnone\n{\"step\":3}\n")
             .unwrap();
         let third = read(second.next);
-        assert_eq!((steps(&third.rows), third.broken), (vec![2, 3], 2));
+        assert_eq!((told(&third), third.broken), (vec![2, 3], 2));
     }
 
     #[test]
@@ -157,7 +213,7 @@ mod tests {
         fs_err::write(&other, "{\"step\":1}\n{\"step\":9}\n").unwrap();
         fs_err::rename(&other, &path).unwrap();
         let again = read(first.next);
-        assert_eq!(steps(&again.rows), [1, 9]);
+        assert_eq!(told(&again), [1, 9]);
         assert!(again.is_anew);
     }
 
@@ -175,7 +231,7 @@ mod tests {
             5,
         )
         .unwrap();
-        assert_eq!(steps(&found.rows), [1, 5, 10, 7]);
+        assert_eq!(told(&found), [1, 5, 10, 7]);
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod folder;
 mod guard;
 mod index;
 mod metrics;
+mod prometheus;
 mod routes;
 mod runs;
 
@@ -26,19 +27,23 @@ use axum::middleware;
 use axum::routing::get;
 use tokio::sync::Semaphore;
 
+use self::episode::Tokenizers;
 use self::index::Indexes;
+use self::runs::Glances;
 use crate::engine::Tokenizer;
 use crate::http::{ApiKey, Rate, RateLimit, ResponseCounts, name_request};
 
 /// Most requests that read files at a time; more wait.
 const MAX_READERS: usize = 4;
+/// Beside a trainer: what it holds counts as the trainer's, whose passes keep to a budget by what its process has.
+const MAX_READERS_BESIDE: usize = 1;
 
 /// Which runs are shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Runs {
     /// Those right below a folder, or the one that it is.
     Below(PathBuf),
-    /// One run, which need not be there yet.
+    /// One run, which need not be there yet, and whose trainer this process may be.
     One(PathBuf),
 }
 
@@ -52,7 +57,7 @@ pub struct DashboardConfig {
     pub api_key: Option<ApiKey>,
     /// How often a client may ask; `None` is no limit.
     pub rate_limit: Option<Rate>,
-    /// What turns ids into text where a run folder holds no tokenizer yet.
+    /// What turns ids into text; what a run folder holds unless given.
     pub tokenizer: Option<Tokenizer>,
 }
 
@@ -74,6 +79,8 @@ impl DashboardConfig {
 struct App {
     config: DashboardConfig,
     indexes: Indexes,
+    glances: Glances,
+    tokenizers: Tokenizers,
     readers: Arc<Semaphore>,
     rate_limit: Option<RateLimit>,
     responses: ResponseCounts,
@@ -89,10 +96,16 @@ impl Dashboard {
     /// Prepares the dashboard. Nothing is read before it is asked for.
     #[must_use]
     pub fn new(config: DashboardConfig) -> Self {
+        let readers = match config.runs {
+            Runs::Below(_) => MAX_READERS,
+            Runs::One(_) => MAX_READERS_BESIDE,
+        };
         Self {
             app: Arc::new(App {
                 indexes: Indexes::default(),
-                readers: Arc::new(Semaphore::new(MAX_READERS)),
+                glances: Glances::default(),
+                tokenizers: Tokenizers::default(),
+                readers: Arc::new(Semaphore::new(readers)),
                 rate_limit: config.rate_limit.map(RateLimit::new),
                 responses: ResponseCounts::default(),
                 config,
@@ -110,6 +123,7 @@ impl Dashboard {
             .route("/api/runs", get(routes::runs))
             .route("/api/runs/{run}", get(routes::run))
             .route("/api/runs/{run}/metrics", get(routes::metrics))
+            .route("/api/runs/{run}/load", get(routes::load))
             .route("/api/runs/{run}/steps", get(routes::steps))
             .route(
                 "/api/runs/{run}/steps/{step}/episodes",

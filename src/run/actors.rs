@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::RunError;
 use super::backend::open_backend;
+use super::load::ActorLoad;
 use crate::actor::escalation::Needs;
 use crate::actor::{ActorError, ActorLimits, RootFs};
 use crate::config::{ActorConfig, ConfigError, Issue, RewardAggregation, RunConfig};
@@ -67,6 +68,12 @@ impl Actors {
                 faster_tests: bonus.faster_tests,
             },
         }
+    }
+
+    /// Returns how many episodes have an actor and how many wait for one; none where no backend is open.
+    pub(super) fn load(&self) -> Option<ActorLoad> {
+        let (in_use, waiting) = self.place.get()?.load();
+        Some(ActorLoad { in_use, waiting })
     }
 
     /// Whether a backend is open.

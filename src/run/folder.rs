@@ -11,8 +11,9 @@ use fs_err as fs;
 use serde::Serialize;
 
 use super::RunError;
+use super::learned::compare_alike;
 use super::sinks::{Row, Sinks};
-use crate::config::LogConfig;
+use crate::config::{LogConfig, RunConfig};
 
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
@@ -33,6 +34,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// final/            the PEFT adapter, or the full weights
 /// summary.json      before and after
 /// state.json        whether it goes on, and how it ended
+/// load.jsonl        what it took of its machine
 /// report.html       all of it to look at
 /// tensorboard/      the metrics once more, where `log.tensorboard` asks for them
 /// ```
@@ -43,6 +45,7 @@ pub struct RunFolder {
     sinks: Sinks,
     /// Held as long as the run goes on.
     lock: Arc<FolderLock>,
+    settings_since: Option<u64>,
 }
 
 /// What keeps other processes from writing the folder: they would write over each other's steps. The
@@ -144,6 +147,7 @@ impl RunFolder {
             Err(error) => return Err(error.into()),
         };
         write_atomically(&path, kept.as_bytes())?;
+        let is_compared_alike = is_compared_alike(root, run_toml);
         write_atomically(&root.join(CONFIG), run_toml.as_bytes())?;
         match fs::remove_file(root.join(SUMMARY)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
@@ -153,7 +157,9 @@ impl RunFolder {
             .lines()
             .filter_map(|row| serde_json::from_str(row).ok())
             .collect();
-        Self::open(root, lock, Sinks::open(root, log, &rows))
+        let mut folder = Self::open(root, lock, Sinks::open(root, log, &rows))?;
+        folder.settings_since = (!is_compared_alike).then_some(step as u64 + 1);
+        Ok(folder)
     }
 
     fn open(root: &Path, lock: FolderLock, sinks: Sinks) -> Result<Self, RunError> {
@@ -166,7 +172,13 @@ impl RunFolder {
             metrics,
             sinks,
             lock: Arc::new(lock),
+            settings_since: None,
         })
+    }
+
+    /// Returns the first step that is compared by other settings than those before, if the run goes on so.
+    pub(super) fn settings_since(&self) -> Option<u64> {
+        self.settings_since
     }
 
     /// Returns what keeps other processes from the folder.
@@ -214,6 +226,15 @@ impl RunFolder {
         text.push(b'\n');
         write_atomically(&self.root.join(SUMMARY), &text)
     }
+}
+
+/// Returns whether rewards are compared by `run_toml` as by the settings that the folder has so far.
+fn is_compared_alike(root: &Path, run_toml: &str) -> bool {
+    let before = fs::read_to_string(root.join(CONFIG)).ok();
+    let read = |text: &str| toml::from_str::<RunConfig>(text).ok();
+    let before = before.as_deref().and_then(read);
+    let both = before.zip(read(run_toml));
+    both.is_some_and(|(before, now)| compare_alike(&before.trainer, &now.trainer))
 }
 
 /// Returns the rows of steps up to `step`, and of measurements up to `evaluated`. A row that a crash
@@ -322,6 +343,7 @@ mod tests {
             &log,
         )
         .unwrap();
+        assert_eq!(folder.settings_since(), None, "the seed compares nothing");
         let kept = fs::read_to_string(root.join("metrics.jsonl")).unwrap();
         let measured = r#"{"step":1,"eval/pass_at_1":0.5}"#;
         assert_eq!(
@@ -344,15 +366,16 @@ mod tests {
         folder.write_summary(&serde_json::json!({})).unwrap();
         assert!(RunFolder::is_finished(&root));
         drop(folder);
-        RunFolder::reopen(
+        let folder = RunFolder::reopen(
             &root,
             FolderLock::take(&root).unwrap(),
             2,
             1,
-            "",
+            "trainer.scale_rewards = \"none\"\n",
             &LogConfig::default(),
         )
         .unwrap();
+        assert_eq!(folder.settings_since(), Some(3));
         assert!(!RunFolder::is_finished(&root), "it gets further steps");
     }
 }

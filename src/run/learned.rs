@@ -3,7 +3,9 @@
 use indexmap::IndexMap;
 
 use super::algorithm::advantage_config;
-use crate::config::{AdvantageEstimator, RewardAggregation, RunConfig, ScaleRewards};
+use crate::config::{
+    AdvantageEstimator, RewardAggregation, RunConfig, ScaleRewards, TrainerConfig,
+};
 use crate::trainer::{GroupMember, OverlongPenalty, group_advantages};
 
 /// What is known of a stored episode without reading its tokens.
@@ -86,6 +88,27 @@ pub(crate) fn advantages(
     Ok(values)
 }
 
+/// Returns whether [`advantages`] finds the same by the settings of two runs, or of a run before and after it
+/// was resumed.
+pub(super) fn compare_alike(one: &TrainerConfig, other: &TrainerConfig) -> bool {
+    let as_one = TrainerConfig {
+        advantage: one.advantage,
+        scale_rewards: one.scale_rewards,
+        advantage_epsilon: one.advantage_epsilon,
+        shuffle_rewards: one.shuffle_rewards,
+        kl_in_reward: one.kl_in_reward,
+        beta: one.beta,
+        reward_aggregation: one.reward_aggregation,
+        dynamic_sampling: one.dynamic_sampling,
+        overlong_limit: one.overlong_limit,
+        overlong_margin: one.overlong_margin,
+        overlong_weight: one.overlong_weight,
+        mask_truncated: one.mask_truncated,
+        ..other.clone()
+    };
+    as_one == *other
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -164,5 +187,20 @@ mod tests {
             config.trainer.scale_rewards = ScaleRewards::Batch;
             config.trainer.dynamic_sampling = true;
         }));
+    }
+    #[test]
+    fn settings_that_compare_nothing_do_not_count() {
+        let one = TrainerConfig::default();
+        let more_steps = TrainerConfig {
+            steps: one.steps + 1,
+            learning_rate: 2.0 * one.learning_rate,
+            ..one.clone()
+        };
+        assert!(compare_alike(&one, &more_steps));
+        let unscaled = TrainerConfig {
+            scale_rewards: ScaleRewards::None,
+            ..one.clone()
+        };
+        assert!(!compare_alike(&one, &unscaled));
     }
 }

@@ -1,6 +1,6 @@
 //! Whether a run goes on, and how it ended: `state.json` of the run folder.
 //!
-//! It is for who looks at runs. No run reads its own, and what cannot be written ends none.
+//! It is for who looks at runs. Nothing in it changes what a run does, and what cannot be written ends none.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::RunError;
-use super::folder::{FolderLock, write_atomically};
+use super::folder::{FolderLock, RunFolder, write_atomically};
 use crate::causes::with_causes;
 
 /// The name of the file.
@@ -39,6 +39,13 @@ pub struct RunState {
     pub state: Phase,
     /// When its last process began.
     pub started_at: u64,
+    /// When its first process did; none of runs that began before this was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began_at: Option<u64>,
+    /// The first step whose episodes were compared by the settings that `run.toml` has now, where earlier ones
+    /// were compared by others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings_since: Option<u64>,
     /// The start of the machine that it runs on, by a name that no other has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
@@ -60,13 +67,28 @@ pub(super) struct StateFile {
 }
 
 impl StateFile {
-    /// Says that the run goes on.
-    pub(super) fn begin(root: &Path, lock: Arc<FolderLock>) -> Self {
+    /// Says that the run in a folder goes on.
+    pub(super) fn begin(root: &Path, folder: &RunFolder) -> Self {
+        Self::begin_with(root, folder.lock(), folder.settings_since())
+    }
+
+    fn begin_with(root: &Path, lock: Arc<FolderLock>, settings_since: Option<u64>) -> Self {
+        let path = root.join(STATE);
+        let before: Option<RunState> = fs_err::read(&path)
+            .ok()
+            .and_then(|text| serde_json::from_slice(&text).ok());
+        let before = before.as_ref();
+        let started_at = now();
         let file = Self {
-            path: root.join(STATE),
+            path,
             state: RunState {
                 state: Phase::Running,
-                started_at: now(),
+                started_at,
+                began_at: Some(before.map_or(started_at, |before| {
+                    before.began_at.unwrap_or(before.started_at)
+                })),
+                settings_since: settings_since
+                    .or_else(|| before.and_then(|before| before.settings_since)),
                 boot: boot(),
                 ended_at: None,
                 reason: None,
@@ -152,7 +174,7 @@ mod tests {
         let read = || -> RunState {
             serde_json::from_slice(&fs_err::read(run.path().join(STATE)).unwrap()).unwrap()
         };
-        let file = StateFile::begin(run.path(), lock());
+        let file = StateFile::begin_with(run.path(), lock(), None);
         assert_eq!((read().state, read().ended_at), (Phase::Running, None));
         let stopped = RunError::Stopped {
             step: 3,
@@ -162,12 +184,28 @@ mod tests {
         assert_eq!(read().state, Phase::Stopped);
         assert!(read().reason.is_some() && read().ended_at.is_some());
 
-        let file = StateFile::begin(run.path(), lock());
+        let file = StateFile::begin_with(run.path(), lock(), None);
         assert_eq!(read().reason, None, "that was of the process before");
         file.end::<()>(&Err(RunError::NoTasks { key: "task.path" }));
         assert_eq!(read().state, Phase::Failed);
-        StateFile::begin(run.path(), lock()).end(&Ok(()));
+        StateFile::begin_with(run.path(), lock(), None).end(&Ok(()));
         assert_eq!((read().state, read().reason), (Phase::Finished, None));
+    }
+
+    #[test]
+    fn a_run_that_goes_on_remembers_its_beginning() {
+        let run = tempfile::tempdir().unwrap();
+        let lock = || Arc::new(FolderLock::take(run.path()).unwrap());
+        let older = r#"{"state":"stopped","started_at":5,"settings_since":7}"#;
+        fs_err::write(run.path().join(STATE), older).unwrap();
+        let file = StateFile::begin_with(run.path(), lock(), None);
+        let state = &file.state;
+        assert_eq!((state.began_at, state.settings_since), (Some(5), Some(7)));
+        assert!(state.started_at > 5);
+        file.end(&Ok(()));
+        let file = StateFile::begin_with(run.path(), lock(), Some(4));
+        assert_eq!(file.state.began_at, Some(5));
+        assert_eq!(file.state.settings_since, Some(4));
     }
 
     #[test]
@@ -176,7 +214,7 @@ mod tests {
         let is_taken = || FolderLock::is_taken(fs_err::File::open(run.path()).unwrap().file());
         assert_eq!(is_taken(), Some(false));
         let lock = Arc::new(FolderLock::take(run.path()).unwrap());
-        let file = StateFile::begin(run.path(), lock);
+        let file = StateFile::begin_with(run.path(), lock, None);
         assert_eq!(is_taken(), Some(true));
         file.end(&Ok(()));
         assert_eq!(is_taken(), Some(false));
@@ -187,6 +225,8 @@ mod tests {
         let told = |state| RunState {
             state,
             started_at: 1,
+            began_at: None,
+            settings_since: None,
             boot: None,
             ended_at: None,
             reason: Some("why".to_owned()),

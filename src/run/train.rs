@@ -13,6 +13,7 @@ use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
 use super::draw::{DrawState, Place, StepEpisodes, TaskDraws};
 use super::evaluate::{by_environment, evaluate};
 use super::folder::{FolderLock, RunFolder};
+use super::load::LoadLog;
 use super::memory::{MeasuredChoice, memory_guard};
 use super::metrics::{
     EpisodeMetrics, EvaluationRow, MemoryMetrics, MetricsRow, environment_metrics,
@@ -238,6 +239,8 @@ pub fn train(
     options: &TrainOptions<'_>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
+    let name = options.out.file_name().unwrap_or_default();
+    let _span = tracing::error_span!("run", run = %name.to_string_lossy()).entered();
     let mut state = None;
     let result = train_together(config, policy, workbench, options, &mut state, observer);
     if let Some(state) = state {
@@ -275,7 +278,9 @@ fn train_together(
         held_out: held_out.digest(),
     };
     let mut run = begin(config, policy, options, tasks)?;
-    *state = (run.folder.as_ref()).map(|folder| StateFile::begin(options.out, folder.lock()));
+    *state = (run.folder.as_ref()).map(|folder| StateFile::begin(options.out, folder));
+    // Ends with this.
+    let _load = (run.folder.as_ref()).and_then(|_| LoadLog::start(options.out, workbench.clone()));
     check_alike(ranks, &policy.decoder)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
         let stop = options.stop;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::RunError;
 use super::actors::Actors;
+use super::load::{ActorLoad, Busy};
 use super::mix::{environment_of, of_each_environment};
 use super::policy::Policy;
 use super::remote::RemoteSetting;
@@ -18,7 +19,7 @@ use crate::env::{Environment, ToolEnvironment, ToolEnvironmentConfig};
 use crate::grader::{Grader, SubmissionKind};
 use crate::hub::Hub;
 use crate::rollout::{CollectionSeed, CollectorConfig, GroupRequest};
-use crate::sandbox::{Limits, Sandbox};
+use crate::sandbox::{Activity, Limits, Sandbox};
 use crate::task::{
     GraderChoice, Split, Task, TaskError, TaskOptions, TaskSet, TaskSource, is_harbor_folder,
 };
@@ -101,6 +102,16 @@ impl Setting {
             max_new_tokens: config.rollout.max_new_tokens,
             remote: RemoteSetting::connect(config, knows_tools && offers_tools)?,
         })
+    }
+}
+
+impl Busy for Workbench {
+    fn sandbox(&self) -> Option<Activity> {
+        self.programs.as_ref()?.sandbox.activity()
+    }
+
+    fn actors(&self) -> Option<ActorLoad> {
+        self.actors.load()
     }
 }
 

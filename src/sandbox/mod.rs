@@ -28,6 +28,7 @@ mod byte_size;
 mod cache;
 mod cancel;
 mod compiled;
+mod counted;
 mod error;
 #[cfg(any(fuzzing, test))]
 pub mod fuzzing;
@@ -54,6 +55,7 @@ pub use bridge::{Dialogue, DialogueOutcome, Message, Round, Served};
 pub use cache::CacheFolder;
 pub use cancel::Cancel;
 pub use compiled::{CachedGuest, Progress};
+pub use counted::{Activity, CountedSandbox};
 pub use error::SandboxError;
 pub use guest::{Guest, RuntimeName};
 pub use limits::Limits;
@@ -104,4 +106,9 @@ pub trait Sandbox: std::fmt::Debug + Send + Sync {
     /// Returns an error if a message is too large, no instance is free, or the sandbox is at
     /// fault; however the guests end is in the outcome.
     fn converse(&self, dialogue: &Dialogue) -> Result<DialogueOutcome, SandboxError>;
+
+    /// Returns what it has to do; none where that is not counted.
+    fn activity(&self) -> Option<Activity> {
+        None
+    }
 }

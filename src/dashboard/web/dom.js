@@ -18,9 +18,19 @@ export function number(value, digits = 3) {
   if (typeof value !== "number") return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e6) return value.toExponential(1);
+  if (size < 1e-3) return value.toExponential(1);
+  if (size >= 1e6) return Math.round(value).toLocaleString("en");
   return Number(value.toPrecision(size >= 1000 ? 4 : digits)).toString();
 }
+// For axes, where there is room for a few letters.
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+export const brief = (value) => (Math.abs(value) >= 1e4 ? compact.format(value) : number(value));
+export function bytes(value) {
+  if (typeof value !== "number") return "–";
+  const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+  return `${number(value / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+export const count = (value) => (typeof value === "number" ? value.toLocaleString("en") : "–");
 export const time = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
 export const ENDINGS = { finished: "finished", truncated: "cut off", turn_limit: "out of turns", failed: "not scored" };
 export const badge = (state, words) => el("span", { class: `badge ${/^[a-z_]+$/.test(state) ? state : ""}` }, words ?? state);

@@ -1,6 +1,6 @@
 // Stored episodes: the list of a step, and one or two of them token by token.
 import { ask, get, runPath } from "./api.js";
-import { badge, el, ENDINGS, fact, number, table } from "./dom.js";
+import { badge, count, el, ENDINGS, fact, number, table } from "./dom.js";
 import { tabs } from "./runs.js";
 
 const PAGE = 50;
@@ -8,7 +8,7 @@ const ending = (status) => badge(status.kind, ENDINGS[status.kind] ?? status.kin
 const link = (run, step, rows) => `#/run/${encodeURIComponent(run)}/rollouts/${step}/${rows.join("/")}`;
 
 export async function rolloutsPage(main, run, step) {
-  const { steps } = await get(`${runPath(run)}/steps`);
+  const { steps, is_cut_off } = await get(`${runPath(run)}/steps`);
   main.replaceChildren(el("h1", {}, run), tabs(run, "/rollouts"));
   if (!steps.length) { main.append(el("p", { class: "card" }, "No step's episodes are stored yet.")); return; }
   const chosen = steps.includes(Number(step)) ? Number(step) : steps.at(-1);
@@ -22,7 +22,7 @@ export async function rolloutsPage(main, run, step) {
     for (const [key, field] of [["ending", kind], ["task", task], ["min_reward", min], ["max_reward", max]]) if (field.value) query.set(key, field.value);
     const found = await get(`${runPath(run)}/steps/${chosen}/episodes?${query}`);
     const rows = found.episodes.map((entry) => [
-      el("a", { href: link(run, chosen, [entry.row]) }, `${entry.task_id} · ${entry.sample}`), `${entry.group}`, ending(entry.status), number(entry.reward), number(entry.advantage), `${entry.turns.length}`, `${entry.sampled}`,
+      el("a", { href: link(run, chosen, [entry.row]) }, `${entry.task_id} · ${entry.sample}`), `${entry.group}`, ending(entry.status), number(entry.reward), number(entry.advantage), count(entry.turns), count(entry.sampled),
     ]);
     const heads = [["Task · sample"], ["Group", true], ["Ending"], ["Reward", true], ["Advantage", true], ["Turns", true], ["Sampled tokens", true]];
     const turn = (words, to, can) => el("button", { type: "button", disabled: !can, onclick: () => { from = to; load(); } }, words);
@@ -32,19 +32,38 @@ export async function rolloutsPage(main, run, step) {
       el("p", { class: "row" }, turn("Earlier", Math.max(0, from - PAGE), from > 0), turn("Later", from + PAGE, last < found.matching), el("span", { role: "status" }, found.matching ? `${from + 1} to ${last} of ${found.matching}` : "none is like that")));
   };
   const form = el("form", { onsubmit: (event) => { event.preventDefault(); from = 0; load(); } }, el("label", {}, "Step", at), el("label", {}, "Ending", kind), el("label", {}, "Task contains", task), el("label", {}, "Reward from", min), el("label", {}, "to", max), el("button", {}, "Filter"));
-  main.append(form, list);
+  main.append(...(is_cut_off ? [el("p", { class: "faint" }, `There are more steps: these are the last ${count(steps.length)}.`)] : []), form, list);
   await load();
 }
 
-function message(told) {
+const RUN_ENDINGS = { out_of_fuel: "ran out of fuel", timed_out: "took too long", out_of_memory: "ran out of memory", killed: "was ended", trapped: "crashed in its sandbox" };
+
+function stream(name, kept) {
+  if (!kept) return null;
+  const left = kept.left_out ? el("span", { class: "faint" }, `\n[${count(kept.left_out)} bytes are not stored]\n`) : null;
+  return [el("div", { class: "faint" }, name), el("pre", {}, kept.head, left, kept.tail ?? "")];
+}
+
+// What a call ran: its own streams, before they were cut for the model.
+function ranBlock(run) {
+  const ending = run.ending.kind === "exited" ? `exit code ${run.ending.code}` : RUN_ENDINGS[run.ending.kind] ?? run.ending.kind;
+  const words = [ending, run.fuel === undefined ? null : `fuel ${count(run.fuel)}`].filter(Boolean).join(" · ");
+  const fine = run.ending.kind === "exited" && run.ending.code === 0;
+  const streams = [stream("Standard output", run.stdout), stream("Standard error", run.stderr)].filter(Boolean);
+  return el("details", { class: `ran ${fine ? "" : "unsound"}` }, el("summary", {}, `Ran: ${words}`), run.ending.reason ? el("p", { class: "faint" }, run.ending.reason) : null, streams.length ? streams : el("p", { class: "faint" }, "It printed nothing."));
+}
+
+function message(told, runs) {
   const parts = [el("h3", {}, told.role)];
   if (told.reasoning_content) parts.push(el("pre", { class: "faint" }, told.reasoning_content));
   if (told.content) parts.push(el("pre", { class: told.role === "tool" ? "result" : null }, told.content));
-  for (const call of told.tool_calls ?? []) {
+  (told.tool_calls ?? []).forEach((call, place) => {
     const { name, arguments: given } = call.function;
     const texts = given && typeof given === "object" ? Object.entries(given) : [["", given]];
-    parts.push(el("div", { class: "call" }, el("b", {}, name), texts.map(([key, value]) => [el("div", { class: "faint" }, key), el("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1))])));
-  }
+    parts.push(el("div", { class: "call" }, el("b", {}, name), texts.map(([key, value]) => [el("div", { class: "faint" }, key), el("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1))]), runs.filter((run) => run.call === place).map(ranBlock)));
+  });
+  const tried = runs.filter((run) => run.call === undefined);
+  if (tried.length) parts.push(el("div", { class: "call" }, el("b", {}, "The answer, with the visible tests"), tried.map(ranBlock)));
   return el("div", { class: `message ${told.role}` }, parts);
 }
 
@@ -90,11 +109,18 @@ async function side(run, step, row) {
     URL.revokeObjectURL(url);
   };
   const calls = episode.turns.reduce((sum, turn) => sum + turn.tool_calls, 0), failures = episode.turns.reduce((sum, turn) => sum + turn.tool_failures, 0);
+  const runsOf = new Map(episode.turns.map((turn) => [turn.message, turn.runs ?? []]));
+  const ran = episode.turns.reduce((sum, turn) => sum + (turn.runs ?? []).length, 0);
+  const folds = ran ? el("p", {}, el("button", { type: "button", "aria-pressed": "false", onclick: (event) => {
+    const open = event.currentTarget.getAttribute("aria-pressed") === "false";
+    event.currentTarget.setAttribute("aria-pressed", `${open}`);
+    node.querySelectorAll("details.ran").forEach((block) => { block.open = open; });
+  } }, "Unfold what was run")) : null;
   const node = el("article", { class: "card" }, el("h2", {}, `Task ${episode.task_id}, sample ${episode.sample}`),
-    el("dl", { class: "facts" }, fact("Ending", ending(episode.status)), fact("Reward", number(episode.reward)), fact("Advantage", number(told.advantage)), fact("Tool calls", `${calls}, ${failures} failed`), fact("Fuel", number(episode.usage.fuel)), fact("Seconds in tools", number(episode.usage.tool_seconds)), ...Object.entries(episode.rewards).map(([key, value]) => fact(key, number(value)))),
+    el("dl", { class: "facts" }, fact("Ending", ending(episode.status)), fact("Reward", number(episode.reward)), fact("Advantage", number(told.advantage)), fact("Tool calls", `${calls}, ${failures} failed`), fact("Fuel", count(episode.usage.fuel)), fact("Seconds in tools", number(episode.usage.tool_seconds)), ...Object.entries(episode.rewards).map(([key, value]) => fact(key, number(value)))),
     episode.status.reason ? el("p", { class: "error" }, episode.status.reason) : null,
     told.no_advantage ? el("p", { class: "faint" }, `No advantage: ${told.no_advantage}.`) : null,
-    el("button", { type: "button", onclick: keep }, "Download as JSON"), el("h2", {}, "Conversation"), episode.messages.map(message), el("h2", {}, "Tokens"), tokens(told.tokens, told.advantage));
+    el("button", { type: "button", onclick: keep }, "Download as JSON"), el("h2", {}, "Conversation"), folds, episode.messages.map((told, at) => message(told, runsOf.get(at) ?? [])), el("h2", {}, "Tokens"), tokens(told.tokens, told.advantage));
   return { node, told };
 }
 

@@ -1,7 +1,8 @@
 // The list of runs, and a run's curves.
 import { get, runPath } from "./api.js";
 import { Chart } from "./chart.js";
-import { badge, el, fact, number, table, time } from "./dom.js";
+import { loadCharts } from "./load.js";
+import { badge, count, el, fact, number, table, time } from "./dom.js";
 
 const SECTIONS = { learning: "Learning", episodes: "Episodes", speed: "Speed", sandbox: "Sandbox", actors: "Actors", memory: "Memory" };
 const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(1)} %` : "–");
@@ -23,9 +24,12 @@ export async function runsPage(main) {
     list.replaceChildren(rows.length ? el("div", { class: "card" }, table(heads, rows, "Runs")) : el("p", { class: "card" }, runs.length ? "No run is like that." : "There are no runs yet: start one with `wardian train`."));
   };
   const form = el("form", { onsubmit: (event) => event.preventDefault() }, el("label", {}, "Name contains", search), el("label", {}, "State", state));
-  main.replaceChildren(el("h1", {}, "Runs"), form, list);
+  const cut = el("p", { class: "faint", role: "status" });
+  main.replaceChildren(el("h1", {}, "Runs"), form, cut, list);
   const load = async () => {
-    const told = (await get("runs")).runs.sort((a, b) => (b.updated_at ?? 0) - (a.updated_at ?? 0));
+    const found = await get("runs");
+    const told = found.runs.sort((a, b) => (b.updated_at ?? 0) - (a.updated_at ?? 0));
+    cut.textContent = found.is_cut_off ? `The folder has more: these are the ${count(told.length)} that changed last.` : "";
     if (JSON.stringify(told) === JSON.stringify(runs) && list.firstChild) return;
     runs = told;
     show();
@@ -41,7 +45,8 @@ export function tabs(run, current) {
 
 export async function runPage(main, run) {
   const facts = el("dl", { class: "facts" }), note = el("div"), curves = el("div"), file = el("pre");
-  main.replaceChildren(el("h1", {}, run), note, facts, tabs(run, ""), curves, el("details", { class: "card" }, el("summary", {}, "run.toml"), file));
+  const machine = loadCharts(run);
+  main.replaceChildren(el("h1", {}, run), note, facts, tabs(run, ""), curves, machine.node, el("details", { class: "card" }, el("summary", {}, "run.toml"), file));
   const { charts, intervals } = await get("charts");
   const series = new Map(), drawn = new Map();
   let place = { file: 0, offset: 0 }, every = 1, first = true;
@@ -54,6 +59,16 @@ export async function runPage(main, run) {
     }
   };
   const matching = (patterns) => patterns.flatMap((pattern) => [...series.keys()].filter((key) => (pattern.endsWith("*") ? key.startsWith(pattern.slice(0, -1)) : key === pattern)));
+  // Parts of a whole are drawn one upon the other, with what is left of it on top.
+  const linesOf = (group) => {
+    const lines = group.keys.map((key) => ({ name: key, points: series.get(key), isPart: Boolean(group.whole) && key !== group.whole }));
+    const whole = lines.find((line) => line.name === group.whole), parts = lines.filter((line) => line.isPart);
+    if (!whole || !parts.length) return lines;
+    const taken = new Map();
+    for (const [step, value] of parts.flatMap((line) => line.points)) taken.set(step, (taken.get(step) ?? 0) + value);
+    lines.push({ name: "the rest", isPart: true, points: whole.points.map(([step, value]) => [step, Math.max(0, value - (taken.get(step) ?? 0))]) });
+    return lines;
+  };
   const draw = () => {
     const used = new Set();
     const groups = charts.map((chart) => ({ ...chart, keys: matching(chart.names) }));
@@ -62,7 +77,7 @@ export async function runPage(main, run) {
     const sections = new Map();
     for (const group of groups.filter((group) => group.keys.length)) {
       if (!drawn.has(group.title)) drawn.set(group.title, new Chart(group.title));
-      drawn.get(group.title).draw(group.keys.map((key) => ({ name: key, points: series.get(key) })));
+      drawn.get(group.title).draw(linesOf(group));
       if (!sections.has(group.section)) sections.set(group.section, []);
       sections.get(group.section).push(drawn.get(group.title).node);
     }
@@ -74,7 +89,7 @@ export async function runPage(main, run) {
   };
   const load = async () => {
     const told = await get(runPath(run)), about = told.run;
-    facts.replaceChildren(fact("State", badge(about.state)), fact("Steps", about.planned ? `${about.steps} of ${about.planned}` : `${about.steps}`), fact("Reward", number(about.reward)), fact("Pass rate", percent(about.pass_rate)), fact("Held-out pass@1", heldOut(about)), fact("Model", name(about.model)), fact("Tasks", name(about.tasks)), fact("Started", time(about.started_at)));
+    facts.replaceChildren(fact("State", badge(about.state)), fact("Steps", about.planned ? `${about.steps} of ${about.planned}` : `${about.steps}`), fact("Reward", number(about.reward)), fact("Pass rate", percent(about.pass_rate)), fact("Held-out pass@1", heldOut(about)), fact("Model", name(about.model)), fact("Tasks", name(about.tasks)), fact("Started", time(about.started_at)), about.resumed_at ? fact("Resumed", time(about.resumed_at)) : "");
     note.replaceChildren(...(about.reason ? [el("p", { class: "card error" }, about.reason)] : []));
     file.textContent = told.run_toml ?? "";
     if (first) every = Math.max(1, Math.ceil(about.steps / 2000));
@@ -89,6 +104,7 @@ export async function runPage(main, run) {
       more = found.has_more;
     }
     if (fresh) draw();
+    await machine.load();
   };
   await load();
   return load;

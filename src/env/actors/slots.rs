@@ -17,6 +17,8 @@ pub(super) struct Slots {
 #[derive(Debug, Default)]
 struct State {
     taken: usize,
+    /// Those who wait for room.
+    waiting: usize,
     is_closed: bool,
 }
 
@@ -40,6 +42,7 @@ impl Slots {
     /// Waits for room; there is none any more once it is closed, or `is_over`.
     pub(super) fn take(self: &Arc<Self>, is_over: &dyn Fn() -> bool) -> Option<Slot> {
         let mut state = self.lock();
+        state.waiting += 1;
         while !state.is_closed && !is_over() && state.taken >= self.most {
             state = self
                 .changed
@@ -47,11 +50,18 @@ impl Slots {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+        state.waiting -= 1;
         if state.is_closed || is_over() {
             return None;
         }
         state.taken += 1;
         Some(Slot(Arc::clone(self)))
+    }
+
+    /// Returns how many have room, and how many wait for some.
+    pub(super) fn load(&self) -> (usize, usize) {
+        let state = self.lock();
+        (state.taken, state.waiting)
     }
 
     /// Waits for so long, or until it is closed; returns whether it is open.
@@ -121,11 +131,15 @@ mod tests {
         let held = slots.take(&|| false).expect("it is open");
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| slots.take(&|| false).is_none());
+            while slots.load() != (1, 1) {
+                std::thread::yield_now();
+            }
             slots.close();
             assert!(waiting.join().expect("it does not panic"));
         });
         assert!(!slots.wait_free(Duration::ZERO));
         drop(held);
+        assert_eq!(slots.load(), (0, 0));
         assert!(slots.wait_free(Duration::ZERO) && slots.take(&|| false).is_none());
     }
 

@@ -71,6 +71,12 @@ impl Workplace {
         &self.controls
     }
 
+    /// Returns how many episodes have room for an actor, and how many wait for some.
+    #[must_use]
+    pub fn load(&self) -> (usize, usize) {
+        self.slots.load()
+    }
+
     /// Waits for room for an actor; none once the run ends, or `is_over`.
     pub(super) fn room(&self, is_over: &dyn Fn() -> bool) -> Option<Slot> {
         self.slots.take(is_over)
