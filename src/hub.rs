@@ -9,8 +9,10 @@ use std::fmt;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::OnceLock;
 use std::time::Duration;
 
+use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 
@@ -261,7 +263,13 @@ impl Hub {
             });
         }
         tracing::info!(repository = %repository, file, "downloading from the hub");
-        let fetched = self.api(repository, kind).and_then(|api| api.get(file));
+        let watched = Watched {
+            file,
+            done: 0,
+            total: 0,
+        };
+        let fetched =
+            (self.api(repository, kind)).and_then(|api| api.download_with_progress(file, watched));
         fetched.map_err(|source| fetch_error(repository, file, source))
     }
 
@@ -463,10 +471,68 @@ impl Hub {
             .with_cache_dir(self.cache.path().clone())
             .with_token(self.token.clone())
             .with_retries(RETRIES)
-            // Progress goes to the log; the bar would write to the terminal.
+            // The client's bar would write to the terminal by itself.
             .with_progress(false);
         builder = builder.with_user_agent("wardian", env!("CARGO_PKG_VERSION"));
         Ok(builder.build()?.repo(to_repo(repository, kind)))
+    }
+}
+
+/// How far a download is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Download<'a> {
+    /// The file.
+    pub file: &'a str,
+    /// Bytes that are there.
+    pub done: u64,
+    /// All of them.
+    pub total: u64,
+}
+
+type Watcher = Box<dyn Fn(Download<'_>) + Send + Sync>;
+
+/// Who shows downloads: whatever part of the program begins them, the terminal is one.
+static WATCHER: OnceLock<Watcher> = OnceLock::new();
+
+/// Lets `watcher` know how far each download of this process is. The first one that is named stays.
+pub fn watch_downloads(watcher: impl Fn(Download<'_>) + Send + Sync + 'static) {
+    // Who comes second is not told.
+    let _ = WATCHER.set(Box::new(watcher));
+}
+
+/// A download that is watched.
+struct Watched<'a> {
+    file: &'a str,
+    done: u64,
+    total: u64,
+}
+
+impl Watched<'_> {
+    fn tell(&self) {
+        if let Some(watcher) = WATCHER.get() {
+            watcher(Download {
+                file: self.file,
+                done: self.done,
+                total: self.total,
+            });
+        }
+    }
+}
+
+impl Progress for Watched<'_> {
+    fn init(&mut self, size: usize, _file: &str) {
+        self.total = size as u64;
+        self.tell();
+    }
+
+    fn update(&mut self, size: usize) {
+        self.done += size as u64;
+        self.tell();
+    }
+
+    fn finish(&mut self) {
+        self.done = self.total;
+        self.tell();
     }
 }
 

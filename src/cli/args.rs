@@ -1,6 +1,5 @@
 //! Arguments that several commands share.
 
-use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::failure::Failure;
+use super::log::{self, LogFormat};
 use crate::address::shown;
 use crate::http::tls::TlsFiles;
 use crate::sandbox::{Limits, RuntimeName, SandboxError};
@@ -21,24 +21,22 @@ pub(super) struct GlobalArgs {
     /// Log more: -v info, -vv debug, -vvv trace
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(super) verbose: u8,
+    /// How log lines are written
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT",
+        env = "WARDIAN_LOG_FORMAT"
+    )]
+    pub(super) log_format: LogFormat,
 }
 
 impl GlobalArgs {
     /// Sends log lines to standard error at the level asked for; `WARDIAN_LOG` overrides.
     pub(super) fn init_tracing(&self) {
-        let default = match self.verbose {
-            0 => "warn",
-            1 => "info",
-            2 => "debug",
-            _ => "trace",
-        };
-        let filter = tracing_subscriber::EnvFilter::try_from_env("WARDIAN_LOG")
-            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
-        tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(std::io::stderr)
-            .with_ansi(std::io::stderr().is_terminal())
-            .init();
+        log::init(self.verbose, self.log_format);
     }
 }
 

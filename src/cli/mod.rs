@@ -8,8 +8,10 @@ mod commands;
 #[cfg(test)]
 mod documented;
 mod failure;
+mod log;
 mod printer;
 mod progress;
+mod waiting;
 
 use std::process::ExitCode;
 
@@ -133,6 +135,7 @@ pub fn main() -> ExitCode {
     };
     cli.global.init_tracing();
     let printer = Printer::new(cli.global.quiet);
+    progress::show_downloads(&printer);
     let outcome = match cli.command {
         Command::Train(args) => commands::train::run(&args, &printer),
         Command::Sft(args) => commands::sft::run(&args, &printer),

@@ -1,6 +1,8 @@
 //! The one place that writes to the terminal.
 
 use std::io::{self, IsTerminal as _, Write as _};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -11,7 +13,12 @@ pub(super) struct Printer {
     live: bool,
     /// Whether data goes to the terminal, too.
     shares_terminal: bool,
+    /// When the line was redrawn that is redrawn in place.
+    redrawn: Arc<Mutex<Option<Instant>>>,
 }
+
+/// For how long a line says more than that something still goes on.
+const FRESH: Duration = Duration::from_secs(2);
 
 #[expect(
     clippy::unused_self,
@@ -23,6 +30,7 @@ impl Printer {
             quiet,
             live: !quiet && io::stderr().is_terminal(),
             shares_terminal: io::stdout().is_terminal(),
+            redrawn: Arc::default(),
         }
     }
 
@@ -57,12 +65,28 @@ impl Printer {
     /// Writes a line for people, unless `--quiet`.
     pub(super) fn note(&self, text: &str) {
         if !self.quiet {
+            self.draw("");
             let _ = writeln!(anstream::stderr(), "{text}");
         }
     }
 
     /// Redraws the current line of a terminal.
     pub(super) fn redraw(&self, text: &str) {
+        let mut redrawn = self.redrawn.lock().unwrap_or_else(PoisonError::into_inner);
+        *redrawn = (!text.is_empty()).then(Instant::now);
+        drop(redrawn);
+        self.draw(text);
+    }
+
+    /// Redraws the current line of a terminal where nobody else has just done so.
+    pub(super) fn redraw_idle(&self, text: &str) {
+        let redrawn = *self.redrawn.lock().unwrap_or_else(PoisonError::into_inner);
+        if redrawn.is_none_or(|redrawn| redrawn.elapsed() >= FRESH) {
+            self.draw(text);
+        }
+    }
+
+    fn draw(&self, text: &str) {
         if self.live {
             let mut err = anstream::stderr().lock();
             let _ = write!(err, "\r\x1b[2K{text}");

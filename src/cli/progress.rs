@@ -1,8 +1,12 @@
 //! The progress line of long commands.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use bytesize::ByteSize;
+
 use super::printer::Printer;
+use crate::hub::{Download, watch_downloads};
 
 /// Redraws one line on a terminal; elsewhere prints a line now and then.
 #[derive(Debug)]
@@ -87,9 +91,42 @@ impl<'a> Progress<'a> {
     }
 }
 
+/// Shows downloads, whoever begins them: on a terminal as a bar, elsewhere as a line now and then.
+pub(super) fn show_downloads(printer: &Printer) {
+    let printer = printer.clone();
+    let shown: Mutex<Option<Instant>> = Mutex::default();
+    watch_downloads(move |download| {
+        let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let interval = match printer.is_live() {
+            true => REDRAW_INTERVAL,
+            false => LINE_INTERVAL,
+        };
+        let is_done = download.done >= download.total;
+        if shown.is_some_and(|shown| shown.elapsed() < interval) && !is_done {
+            return;
+        }
+        if printer.is_live() {
+            let line = describe(download);
+            printer.redraw(if is_done { "" } else { &line });
+        } else if shown.is_some() && !is_done {
+            // What is small is there before there is a need for words.
+            printer.note(&describe(download));
+        }
+        *shown = (!is_done).then(Instant::now);
+    });
+}
+
+fn describe(download: Download<'_>) -> String {
+    let Download { file, done, total } = download;
+    let share = |bytes: u64| usize::try_from(bytes >> 10).unwrap_or(usize::MAX);
+    let bar = bar(share(done), share(total));
+    let (done, total) = (ByteSize(done), ByteSize(total));
+    format!("{bar} downloading {file} {done}/{total}")
+}
+
 /// Returns a bar of which a share is filled.
 fn bar(done: usize, total: usize) -> String {
-    let filled = (BAR_WIDTH * done.min(total)) / total.max(1);
+    let filled = BAR_WIDTH.saturating_mul(done.min(total)) / total.max(1);
     format!("[{}{}]", "#".repeat(filled), "-".repeat(BAR_WIDTH - filled))
 }
 
@@ -127,6 +164,20 @@ mod tests {
         assert_eq!(bar(0, 0), format!("[{}]", "-".repeat(20)));
         assert_eq!(bar(1, 4), format!("[{}{}]", "#".repeat(5), "-".repeat(15)));
         assert_eq!(bar(4, 4), format!("[{}]", "#".repeat(20)));
+    }
+
+    #[test]
+    fn a_download_says_how_far_it_is() {
+        let download = Download {
+            file: "model.safetensors",
+            done: 1 << 20,
+            total: 4 << 20,
+        };
+        let shown = describe(download);
+        assert!(
+            shown.starts_with("[#####-----") && shown.contains("1.0 MiB/4.0 MiB"),
+            "{shown}"
+        );
     }
 
     #[test]

@@ -21,10 +21,14 @@ pub fn side_by_side<Q: Send, R: Send>(
             .pop_front()
     };
     let (sender, receiver) = mpsc::channel();
+    // What is logged says of which run it is.
+    let span = tracing::Span::current();
     std::thread::scope(|scope| {
         for _ in 0..threads {
             let (sender, next, is_over, play) = (sender.clone(), &next, &is_over, &play);
+            let span = span.clone();
             scope.spawn(move || {
+                let _entered = span.entered();
                 while !is_over() {
                     let Some(request) = next() else { break };
                     if sender.send(play(request)).is_err() {

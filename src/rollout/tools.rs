@@ -15,8 +15,15 @@ static TOOLS: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
         .ok()
 });
 
+/// Lets what another thread logs say of which run it is.
+fn within_span(run: impl FnOnce() + Send + 'static) -> impl FnOnce() + Send + 'static {
+    let span = tracing::Span::current();
+    move || span.in_scope(run)
+}
+
 /// Runs what mostly waits for work elsewhere, on a thread of its own: it would keep others from computing.
 pub(super) fn spawn_waiting(run: impl FnOnce() + Send + 'static) {
+    let run = within_span(run);
     let run = Arc::new(Mutex::new(Some(run)));
     let of_thread = Arc::clone(&run);
     let take = |run: &Mutex<Option<_>>| run.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -37,6 +44,7 @@ pub(super) fn spawn_waiting(run: impl FnOnce() + Send + 'static) {
 
 /// Runs something of an episode beside the sampling, the oldest first.
 pub(super) fn spawn_tools(run: impl FnOnce() + Send + 'static) {
+    let run = within_span(run);
     match &*TOOLS {
         Some(pool) => pool.spawn_fifo(run),
         None => rayon::spawn(run),

@@ -12,11 +12,15 @@ use crate::cli::args::Runtime;
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::human_duration;
+use crate::cli::waiting::Waiting;
 use crate::config::SandboxConfig;
 use crate::sandbox::{
-    self, CacheFolder, Guest, RuntimeName, RuntimeOptions, Sandbox, SandboxError, WasmRuntime,
-    WorkerOptions, Workers,
+    self, CacheFolder, CountedSandbox, Guest, RuntimeName, RuntimeOptions, Sandbox, SandboxError,
+    WasmRuntime, WorkerOptions, Workers,
 };
+
+/// What is waited for where the runtime is not there yet.
+const PREPARING: &str = "preparing the Python sandbox";
 
 /// Arguments of `wardian runtime`.
 #[derive(Debug, Args)]
@@ -89,6 +93,7 @@ pub(super) fn load_runtime(
         guest: guest(runtime.into(), wheels, &defaults.cache)?,
         ..defaults
     };
+    let _waiting = Waiting::new(printer, PREPARING);
     WasmRuntime::load(&options, |progress| {
         printer.note(&progress.to_string());
     })
@@ -132,6 +137,7 @@ fn load_sandbox(config: &SandboxConfig, printer: &Printer) -> Result<Arc<dyn San
         meter: config.meter,
         ..defaults
     };
+    let _waiting = Waiting::new(printer, PREPARING);
     let progress = |progress: sandbox::Progress| printer.note(&progress.to_string());
     let sandbox: Result<Arc<dyn Sandbox>, _> = if config.workers == 0 {
         WasmRuntime::load(&runtime, progress).map(|runtime| Arc::new(runtime) as _)
@@ -143,7 +149,9 @@ fn load_sandbox(config: &SandboxConfig, printer: &Printer) -> Result<Arc<dyn San
         };
         Workers::start(&options, progress).map(|workers| Arc::new(workers) as _)
     };
-    sandbox.map_err(|error| failure(error, &config.wheels))
+    sandbox
+        .map(|sandbox| Arc::new(CountedSandbox::new(sandbox)) as _)
+        .map_err(|error| failure(error, &config.wheels))
 }
 
 fn guest(runtime: RuntimeName, wheels: &[PathBuf], cache: &CacheFolder) -> Result<Guest, Failure> {

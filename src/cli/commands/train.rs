@@ -15,6 +15,7 @@ use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted, human_duration};
+use crate::cli::waiting::Waiting;
 use crate::collective::{Collective, Launch, Solo, TcpCollective, Timeouts};
 use crate::config::{RunConfig, TrainMode};
 use crate::report::write_report;
@@ -89,8 +90,10 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     };
     let stop = (joined.as_ref()).map_or(signalled, TcpCollective::stop);
     let gpu = launch.as_ref().map_or(0, |launch| launch.local_rank);
-    let loaded = setup::programs(&resolved.config, printer)
-        .and_then(|programs| setup::load_on(resolved, programs, true, gpu));
+    let loaded = setup::programs(&resolved.config, printer).and_then(|programs| {
+        let _waiting = Waiting::new(printer, "loading the model");
+        setup::load_on(resolved, programs, true, gpu)
+    });
     let Loaded {
         config,
         policy,
@@ -124,11 +127,17 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
     if let Some(live) = &live {
         printer.note(&format!("Serving the dashboard at {}", live.url));
     }
+    // The first step says nothing before it is done.
+    let working = || Some(Waiting::new(printer, "working on the next step"));
+    let mut waiting = working();
     let mut observe = |event: RunEvent<'_>| match event {
         _ if !is_root => {}
-        RunEvent::Evaluating { done, total } => measuring
-            .get_or_insert_with(|| Progress::new(printer, "measuring", total))
-            .update(done, ""),
+        RunEvent::Evaluating { done, total } => {
+            waiting = None;
+            measuring
+                .get_or_insert_with(|| Progress::new(printer, "measuring", total))
+                .update(done, "");
+        }
         RunEvent::Evaluated {
             step,
             report,
@@ -153,20 +162,24 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
                 ));
             }
             training.restart_after(step);
+            waiting = working();
         }
         RunEvent::Step {
             step,
             metrics,
             tokens_per_second,
             elapsed,
-        } => training.update(
-            step,
-            &format!(
-                "· reward {:.3} · {tokens_per_second:.0} tokens/s · {:.1} s/step",
-                metrics.reward,
-                elapsed.as_secs_f64(),
-            ),
-        ),
+        } => {
+            waiting = None;
+            training.update(
+                step,
+                &format!(
+                    "· reward {:.3} · {tokens_per_second:.0} tokens/s · {:.1} s/step",
+                    metrics.reward,
+                    elapsed.as_secs_f64(),
+                ),
+            );
+        }
         RunEvent::Anomaly { step, message } | RunEvent::Memory { step, message } => {
             printer.make_way();
             printer.warning(&format!("step {step}: {message}"));
