@@ -120,7 +120,7 @@ impl ActorOutput {
     }
 
     /// Returns an output of which nothing is known but how it ended.
-    pub(super) fn of(ending: Ending) -> Self {
+    pub(crate) fn of(ending: Ending) -> Self {
         Self {
             ending,
             stdout: Captured::default(),

@@ -16,6 +16,7 @@
 //!
 //! [`escalation`] decides which tier a task needs. The cheap tier is the WebAssembly sandbox.
 
+pub(crate) mod background;
 pub mod bwrap;
 mod capability;
 mod command;
@@ -32,10 +33,11 @@ mod removal;
 mod run_folder;
 pub mod runsc;
 pub mod sandboxd;
+pub(crate) mod script;
 mod spec;
 #[cfg(feature = "k8s")]
 pub mod substrate;
-mod transfer;
+pub(crate) mod transfer;
 mod tree;
 
 use std::path::Path;

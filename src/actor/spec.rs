@@ -96,7 +96,7 @@ impl ActorSpec {
     /// # Errors
     ///
     /// Fails on paths that are not absolute or leave their root, and on limits that let nothing run.
-    pub(super) fn check(&self) -> Result<(), ActorError> {
+    pub(crate) fn check(&self) -> Result<(), ActorError> {
         let invalid = |reason: String| Err(ActorError::InvalidSpec { reason });
         let inner = self.mounts.iter().map(|(_, there)| there);
         for path in inner.chain(&self.writable).chain([&self.workdir]) {
@@ -143,7 +143,7 @@ impl ActorSpec {
     }
 
     /// Returns the variables of a process: the defaults, the actor's, then `more`.
-    pub(super) fn variables(
+    pub(crate) fn variables(
         &self,
         user: User,
         more: &BTreeMap<String, String>,

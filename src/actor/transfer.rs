@@ -14,7 +14,7 @@ const ENTRY: u64 = 2048;
 const ARCHIVE: u64 = 64 << 10;
 
 /// An actor that can be told who runs a command.
-pub(super) trait Shell: Actor {
+pub(crate) trait Shell: Actor {
     /// As [`Actor::exec`], as `user`.
     fn exec_as(&self, command: &ActorCommand, user: User) -> Result<ActorOutput, ActorError>;
 
@@ -25,7 +25,7 @@ pub(super) trait Shell: Actor {
 }
 
 /// Writes `tree` below `folder`.
-pub(super) fn put(actor: &impl Shell, folder: &Path, tree: &FileTree) -> Result<(), ActorError> {
+pub(crate) fn put(actor: &impl Shell, folder: &Path, tree: &FileTree) -> Result<(), ActorError> {
     let ActorSpec { user, .. } = actor.spec();
     let script = format!(
         "[ -d \"$1\" ] || {{ mkdir -p -- \"$1\" && chown {}:{} -- \"$1\"; }} && exec tar -C \"$1\" -xpf -",
@@ -48,7 +48,7 @@ pub(super) fn put(actor: &impl Shell, folder: &Path, tree: &FileTree) -> Result<
 }
 
 /// Reads what is at `path`.
-pub(super) fn get(
+pub(crate) fn get(
     actor: &impl Shell,
     path: &Path,
     limits: TreeLimits,
@@ -128,7 +128,7 @@ pub(super) fn ended(id: &str, ending: &Ending) -> ActorError {
 }
 
 /// Checks what a command cannot be told.
-pub(super) fn check(command: &ActorCommand) -> Result<(), ActorError> {
+pub(crate) fn check(command: &ActorCommand) -> Result<(), ActorError> {
     let invalid = |reason: &str| {
         Err(ActorError::InvalidSpec {
             reason: reason.to_owned(),

@@ -7,6 +7,7 @@ use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::kubernetes::{self, KubernetesConfig};
+use super::openenv_actors::{self, OpenEnvActorConfig};
 use super::substrate::{self, SubstrateConfig};
 use super::validate::Issues;
 use super::{RunConfig, units};
@@ -77,6 +78,9 @@ pub struct ActorConfig {
     /// The cluster of the backend `substrate`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub substrate: Option<SubstrateConfig>,
+    /// The servers of the backend `openenv`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub openenv: Option<OpenEnvActorConfig>,
 }
 
 impl Default for ActorConfig {
@@ -97,6 +101,7 @@ impl Default for ActorConfig {
             bonus: SwebenchBonusConfig::default(),
             kubernetes: KubernetesConfig::default(),
             substrate: None,
+            openenv: None,
         }
     }
 }
@@ -120,6 +125,8 @@ pub enum ActorBackendName {
     AgentSandbox,
     /// Actors of an Agent Substrate; needs a program built with `--features k8s`.
     Substrate,
+    /// Machines of servers that speak OpenEnv's protocol.
+    Openenv,
 }
 
 impl ActorBackendName {
@@ -133,6 +140,7 @@ impl ActorBackendName {
             Self::Kruise => "kruise",
             Self::AgentSandbox => "agent-sandbox",
             Self::Substrate => "substrate",
+            Self::Openenv => "openenv",
         }
     }
 }
@@ -178,6 +186,15 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
             key("substrate"),
             "",
             "say where the Substrate is: `actor.substrate` is left out",
+        ),
+    }
+    match &actor.openenv {
+        Some(config) => openenv_actors::validate(config, issues),
+        None => issues.require(
+            actor.backend != ActorBackendName::Openenv,
+            key("openenv"),
+            "",
+            "say where the servers are: `actor.openenv` is left out",
         ),
     }
     for (name, size) in [("memory", actor.memory), ("disk", actor.disk)] {

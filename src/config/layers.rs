@@ -329,6 +329,12 @@ pub(super) fn every_key() -> RunConfig {
     config.actor.kubernetes.agent_sandbox_extensions = Some(String::new());
     config.actor.kubernetes.warm = Some(1);
     config.actor.substrate = Some(every_key_of_substrate());
+    config.actor.openenv = Some(super::OpenEnvActorConfig {
+        tls: Some(every_key_of_tls()),
+        output: Some(String::new()),
+        image_argument: Some(String::new()),
+        ..super::OpenEnvActorConfig::default()
+    });
     config.actor.repositories = Some(std::path::PathBuf::new());
     config
 }

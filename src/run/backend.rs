@@ -8,7 +8,10 @@ use crate::actor::escalation::{Candidate, Decision, Needs, Rules, Tier, decide};
 use crate::actor::runsc::{RunscBackend, RunscOptions};
 use crate::actor::{ActorBackend, ActorError, Isolation};
 use crate::causes::with_causes;
-use crate::config::{ActorBackendName, ActorConfig};
+use crate::config::{ActorBackendName, ActorConfig, DeclaredIsolation, OpenEnvActorConfig};
+use crate::http::tls::TlsFiles;
+use crate::openenv::client::RemoteConfig;
+use crate::openenv::client::actors::{OpenEnvBackend, OpenEnvOptions};
 
 /// Opens the backend that `config` names; `auto` takes the strongest that is there, and none weaker than gVisor.
 /// Actors of one task are asked for `group` at a time. Also returns why it was chosen.
@@ -99,6 +102,52 @@ fn open(
             cluster::open_kubernetes(name, &config.kubernetes, group)?
         }
         ActorBackendName::Substrate => cluster::open_substrate(config.substrate.as_ref())?,
+        ActorBackendName::Openenv => Arc::new(open_openenv(config.openenv.as_ref())?),
+    })
+}
+
+/// Looks whether the first server of the backend `openenv` answers.
+///
+/// # Errors
+///
+/// Fails where it does not, and where the configuration makes no sense.
+pub fn open_openenv(config: Option<&OpenEnvActorConfig>) -> Result<OpenEnvBackend, ActorError> {
+    let config = config.ok_or_else(|| ActorError::Unusable {
+        backend: ActorBackendName::Openenv.as_str(),
+        reason: "needs `actor.openenv`".to_owned(),
+    })?;
+    let bytes = |size: bytesize::ByteSize| usize::try_from(size.as_u64()).unwrap_or(usize::MAX);
+    let server = RemoteConfig {
+        headers: config.headers.clone(),
+        tls: match &config.tls {
+            None => TlsFiles::default(),
+            Some(tls) => TlsFiles {
+                certificate: tls.certificate.clone(),
+                key: tls.key.clone(),
+                ca: tls.ca.clone(),
+            },
+        },
+        connect_timeout: config.connect_timeout,
+        reset_timeout: config.reset_timeout,
+        step_timeout: config.step_timeout,
+        retry_timeout: config.retry_timeout,
+        max_message_bytes: bytes(config.max_message_size),
+        ..RemoteConfig::new(&config.url)
+    };
+    OpenEnvBackend::open(OpenEnvOptions {
+        tool: config.tool.clone(),
+        argument: config.argument.clone(),
+        timeout_argument: config.timeout_argument.clone(),
+        arguments: config.arguments.clone().into_iter().collect(),
+        output: config.output.clone(),
+        max_output: bytes(config.max_output),
+        reset: config.reset.clone().into_iter().collect(),
+        image_argument: config.image_argument.clone(),
+        isolation: match config.isolation {
+            DeclaredIsolation::Namespaces => Isolation::Namespaces,
+            DeclaredIsolation::Gvisor => Isolation::UserKernel,
+        },
+        ..OpenEnvOptions::new(server)
     })
 }
 

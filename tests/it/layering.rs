@@ -45,7 +45,8 @@ const LAYERS: &[(&str, &[&str])] = &[
     (
         "openenv",
         &[
-            "actor", "address", "causes", "chat", "env", "grader", "http", "sandbox", "task",
+            "actor", "address", "causes", "chat", "env", "grader", "http", "process", "sandbox",
+            "task",
         ],
     ),
     (

@@ -21,11 +21,12 @@ The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
     "src/config/actor.rs",
     "src/config/kubernetes.rs",
+    "src/config/openenv_actors.rs",
     "src/config/remote.rs",
     "src/config/substrate.rs",
     "src/grader/reward.rs",

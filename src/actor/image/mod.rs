@@ -4,4 +4,5 @@ mod reference;
 mod registry;
 
 pub use self::reference::ImageReference;
+pub(crate) use self::registry::base64;
 pub use self::registry::{Registry, RegistryOptions};

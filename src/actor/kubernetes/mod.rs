@@ -52,6 +52,7 @@ pub use self::options::{ApiServer, Controller, KubernetesOptions, Owner, Tolerat
 use self::run::{INSTANCE, Run};
 use self::sandboxes::{Pool, Sandboxes, Wish};
 use super::janitor::Janitor;
+use super::script::is_name;
 use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs};
 
 /// The `RuntimeClass` that stands for gVisor.
@@ -265,7 +266,7 @@ impl ActorBackend for KubernetesBackend {
         if !spec.mounts.is_empty() {
             return unsupported("show folders of this machine; put what is in them");
         }
-        if let Some(name) = spec.env.keys().find(|name| !script::is_name(name)) {
+        if let Some(name) = spec.env.keys().find(|name| !is_name(name)) {
             return Err(ActorError::InvalidSpec {
                 reason: format!(
                     "a shell cannot keep the variable `{name}`; take letters, digits and `_`"

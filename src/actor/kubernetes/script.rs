@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::mark::Mark;
+use crate::actor::script::{setting, words};
 use crate::actor::{ActorCommand, ActorError};
 
 /// The most of a script that travels in the address of a request; longer ones are files.
@@ -16,47 +17,16 @@ pub(super) fn script(
     open_files: u32,
     mark: &Mark,
 ) -> Result<String, ActorError> {
-    let invalid = |reason: String| ActorError::InvalidSpec { reason };
     let cwd = command.cwd.as_deref().unwrap_or(workdir);
-    let cwd = cwd
-        .to_str()
-        .ok_or_else(|| invalid(format!("`{}` is not UTF-8", cwd.display())))?;
-    let mut lines = vec![
-        // Where it is refused the image's own limit is lower.
-        format!("ulimit -n {open_files} 2>/dev/null"),
-        format!("cd -- {} || exit 126", quote(cwd)),
-    ];
-    for (name, value) in &command.env {
-        if !is_name(name) {
-            return Err(invalid(format!(
-                "a shell cannot set the variable `{name}`; take letters, digits and `_`"
-            )));
-        }
-        lines.push(format!("export {name}={}", quote(value)));
-    }
-    let words: Vec<String> = command.argv.iter().map(|word| quote(word)).collect();
+    let mut lines = setting(cwd, &command.env, open_files)?;
     let input = match command.stdin.is_empty() {
         true => " </dev/null",
         false => "",
     };
     // A process of its own: after it there is something to say.
-    lines.push(format!("(exec {}{input})", words.join(" ")));
+    lines.push(format!("(exec {}{input})", words(&command.argv)));
     lines.push(mark.script());
     Ok(lines.join("\n"))
-}
-
-/// Whether a shell can set it.
-pub(super) fn is_name(text: &str) -> bool {
-    let mut bytes = text.bytes();
-    bytes
-        .next()
-        .is_some_and(|byte| byte.is_ascii_alphabetic() || byte == b'_')
-        && bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
-}
-
-/// Returns the text as one word of a shell, whatever is in it.
-pub(super) fn quote(text: &str) -> String {
-    format!("'{}'", text.replace('\'', r"'\''"))
 }
 
 #[cfg(test)]

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use axum::body::Bytes;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 
-use super::background::Background;
 use super::link::{Answered, Asked, Endpoint, Fault, escaped, value};
 use super::server::archive_size;
 use super::token::BearerToken;
@@ -16,6 +15,7 @@ use super::wire::{
     CLAIM, Claim, Claimed, Exec, MAX_LINE, MAX_WAIT, PROTOCOL, Reason, Refusal, TURN, framed,
     millis, read_output,
 };
+use crate::actor::background::Background;
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
     TreeLimits, User, transfer,

@@ -116,7 +116,7 @@ impl Machine {
         let until = Instant::now() + CLAIM;
         while let Err(denied) = self.inner.shared.claim(&claim) {
             if Instant::now() >= until {
-                return Err(self.denied(denied));
+                return Err(refused(denied));
             }
             std::thread::sleep(POLL);
         }
@@ -137,23 +137,23 @@ impl Machine {
         })??;
         Ok(hold)
     }
+}
 
-    fn denied(&self, denied: Denied) -> ActorError {
-        let id = "sandboxd".to_owned();
-        match denied {
-            Denied::Lost | Denied::Taken => ActorError::Lost {
-                id,
-                reason: "somebody else has taken the machine".to_owned(),
-            },
-            Denied::Busy => ActorError::Backend {
-                activity: "taking the machine".to_owned(),
-                message: "what another holder runs goes on".to_owned(),
-            },
-            Denied::Broken => ActorError::Ended {
-                id,
-                reason: BROKEN.to_owned(),
-            },
-        }
+fn refused(denied: Denied) -> ActorError {
+    let id = "sandboxd".to_owned();
+    match denied {
+        Denied::Lost | Denied::Taken => ActorError::Lost {
+            id,
+            reason: "somebody else has taken the machine".to_owned(),
+        },
+        Denied::Busy => ActorError::Backend {
+            activity: "taking the machine".to_owned(),
+            message: "what another holder runs goes on".to_owned(),
+        },
+        Denied::Broken => ActorError::Ended {
+            id,
+            reason: BROKEN.to_owned(),
+        },
     }
 }
 
@@ -240,7 +240,7 @@ impl Hold {
             claim: self.place.claim.clone(),
             turn: self.place.turn + 1,
         };
-        (machine.inner.shared.take(&place)).map_err(|denied| machine.denied(denied))?;
+        (machine.inner.shared.take(&place)).map_err(refused)?;
         self.place = place;
         // A job that nobody takes is dropped, and its turn is over.
         let turn = Turn {

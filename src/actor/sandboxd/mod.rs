@@ -16,7 +16,6 @@
 //! actor whose server is gone is a fault of ours, as it cannot be told who ended it: to keep a policy from that
 //! way out, run its commands as another user. The wall is the actor's.
 
-mod background;
 mod client;
 mod files;
 mod link;
@@ -26,8 +25,6 @@ mod server;
 mod token;
 mod wire;
 
-#[cfg(feature = "k8s")]
-pub(in crate::actor) use background::Background;
 pub use client::{SandboxdActor, SandboxdOptions};
 pub use machine::{Hold, Machine, MachineConfig};
 pub use server::{Server, ServerLimits};

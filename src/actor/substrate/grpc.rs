@@ -27,7 +27,8 @@ use super::api::{
     TemplateView,
 };
 use super::messages as m;
-use crate::actor::sandboxd::{Background, BearerToken};
+use crate::actor::background::Background;
+use crate::actor::sandboxd::BearerToken;
 use crate::causes::with_causes;
 use crate::http::tls::{ClientTls, TlsFiles};
 

@@ -16,6 +16,7 @@
 //!   arguments of one tool then.
 
 mod actions;
+pub mod actors;
 mod connect;
 mod environment;
 mod error;

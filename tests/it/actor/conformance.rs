@@ -33,6 +33,9 @@ conformance! {
         actors_are_apart specs_are_checked a_snapshot_starts_a_group;
     sandboxd: commands_have_results commands_have_a_setting output_is_bounded a_command_ends_in_time
         programs_that_cannot_start_are_results trees_go_in_and_come_out actors_are_apart specs_are_checked;
+    openenv: commands_have_results commands_have_a_setting output_is_bounded a_command_ends_in_time
+        programs_that_cannot_start_are_results trees_go_in_and_come_out hostile_trees_stop_at_the_host
+        actors_are_apart specs_are_checked;
 }
 
 pub(crate) fn commands_have_results(scene: &Case<'_>) {

@@ -6,6 +6,7 @@
 mod bwrap;
 pub(crate) mod conformance;
 mod openenv;
+mod openenv_actors;
 mod runsc;
 pub(crate) mod sandboxd;
 
@@ -132,6 +133,7 @@ pub(crate) fn text(actor: &dyn Actor, script: &str) -> String {
     output.stdout.text().trim_end().to_owned()
 }
 
+pub(super) use openenv_actors::openenv;
 pub(super) use sandboxd::sandboxd;
 
 pub(super) fn bwrap() -> Scene<BwrapBackend> {

@@ -10,8 +10,9 @@ use crate::actor::bwrap::BwrapBackend;
 use crate::actor::runsc::{RunscBackend, RunscOptions};
 use crate::actor::{ActorBackend, ActorCommand, ActorError, ActorSpec, RootFs};
 use crate::causes::with_causes;
-use crate::config::{ActorBackendName, AgentIsolation};
+use crate::config::{ActorBackendName, AgentIsolation, OpenEnvActorConfig};
 use crate::process::{self, find_program};
+use crate::run::open_openenv;
 
 /// How long a program may take to say its version, or a guest to end.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -41,10 +42,34 @@ pub(super) fn check(scope: &Scope) -> Vec<Finding> {
             || Ok(Box::new(BwrapBackend::open(None)?)),
         ));
     }
+    if wants(ActorBackendName::Openenv) {
+        findings.push(openenv(config.actor.openenv.as_ref()));
+    }
     if let Some(agent) = agent.filter(|_| scope.has_run) {
         findings.extend(agent_program(&agent.command));
     }
     findings
+}
+
+/// Asks the first server, and no longer than that: a session of it may be somebody's.
+fn openenv(config: Option<&OpenEnvActorConfig>) -> Finding {
+    let asked = config.map(|config| OpenEnvActorConfig {
+        connect_timeout: config.connect_timeout.min(LIMIT / 2),
+        reset_timeout: config.reset_timeout.min(LIMIT / 2),
+        retry_timeout: Duration::ZERO,
+        ..config.clone()
+    });
+    match open_openenv(asked.as_ref()) {
+        Ok(_) => Finding::fine(
+            "actors",
+            "the server of `actor.openenv` answers; no machine was tried",
+        ),
+        Err(error) => Finding::wrong(
+            "actors",
+            with_causes(&error),
+            "start it (`wardian sandboxd`), or correct `actor.openenv.url` and `headers`",
+        ),
+    }
 }
 
 /// Looks for an agent's program, and for the files that its arguments seem to name.

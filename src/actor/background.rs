@@ -3,8 +3,11 @@
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+#[cfg(feature = "k8s")]
+use tokio::runtime::EnterGuard;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use crate::actor::ActorError;
 
@@ -13,7 +16,7 @@ const SLACK: Duration = Duration::from_secs(5);
 
 /// The threads that wait for the network.
 #[derive(Debug)]
-pub(in crate::actor) struct Background {
+pub(crate) struct Background {
     /// Taken when it ends.
     runtime: Option<Runtime>,
     closing: watch::Sender<bool>,
@@ -25,7 +28,7 @@ impl Background {
     /// # Errors
     ///
     /// Fails where the system has no thread left.
-    pub(in crate::actor) fn start() -> Result<Self, ActorError> {
+    pub(crate) fn start() -> Result<Self, ActorError> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("actor-network")
@@ -46,7 +49,7 @@ impl Background {
     /// # Errors
     ///
     /// As for [`Self::run`], and where it was dropped.
-    pub(in crate::actor) fn run_while_open<T: Send + 'static>(
+    pub(crate) fn run_while_open<T: Send + 'static>(
         &self,
         activity: &str,
         limit: Duration,
@@ -66,8 +69,7 @@ impl Background {
     }
 
     /// Ends what waits for programs in actors, now and from now on.
-    #[cfg(any(feature = "k8s", test))]
-    pub(in crate::actor) fn close(&self) {
+    pub(crate) fn close(&self) {
         self.closing.send_replace(true);
     }
 
@@ -76,15 +78,14 @@ impl Background {
     /// # Errors
     ///
     /// Fails where it takes longer; then it is dropped.
-    pub(in crate::actor) fn run<T: Send + 'static>(
+    pub(crate) fn run<T: Send + 'static>(
         &self,
         activity: &str,
         limit: Duration,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, ActorError> {
-        let runtime = (self.runtime.as_ref()).expect("it is taken when this is dropped");
         let (sender, result) = mpsc::sync_channel(1);
-        let task = runtime.spawn(async move {
+        let task = self.spawn(async move {
             // Who asked may have given up.
             let _ = sender.send(work.await);
         });
@@ -100,6 +101,21 @@ impl Background {
                 message: "it panicked".to_owned(),
             },
         })
+    }
+
+    /// Does work until the handle is aborted, or this is dropped.
+    pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+        self.runtime().spawn(work)
+    }
+
+    /// Has this thread count as one of these until the result is dropped.
+    #[cfg(feature = "k8s")]
+    pub(crate) fn enter(&self) -> EnterGuard<'_> {
+        self.runtime().enter()
+    }
+
+    fn runtime(&self) -> &Runtime {
+        (self.runtime.as_ref()).expect("it is taken when this is dropped")
     }
 }
 
