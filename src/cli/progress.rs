@@ -14,8 +14,8 @@ pub(super) struct Progress<'a> {
     printer: &'a Printer,
     label: &'static str,
     total: usize,
-    started: Instant,
-    first: usize,
+    /// When time is counted from, and what was done then: the start, or where a run goes on, says nothing of the rest.
+    since: Option<(Instant, usize)>,
     last_line: Option<Instant>,
 }
 
@@ -33,8 +33,7 @@ impl<'a> Progress<'a> {
             printer,
             label,
             total,
-            started: Instant::now(),
-            first: 0,
+            since: None,
             last_line: None,
         }
     }
@@ -66,8 +65,7 @@ impl<'a> Progress<'a> {
     /// Counts time from now on for what follows step `done`: measuring takes time that steps do
     /// not.
     pub(super) fn restart_after(&mut self, done: usize) {
-        self.started = Instant::now();
-        self.first = done;
+        self.since = Some((Instant::now(), done));
     }
 
     /// Clears the line.
@@ -75,15 +73,16 @@ impl<'a> Progress<'a> {
         self.printer.redraw("");
     }
 
-    fn time_left(&self, done: usize) -> String {
+    fn time_left(&mut self, done: usize) -> String {
+        let &mut (started, first) = self.since.get_or_insert((Instant::now(), done));
         // The first moments say nothing about the rest.
-        let is_early = self.started.elapsed() < Duration::from_secs(1);
-        if done <= self.first || done >= self.total || is_early {
+        let is_early = started.elapsed() < Duration::from_secs(1);
+        if done <= first || done >= self.total || is_early {
             return String::new();
         }
-        let done_share = f64::from(u32::try_from(done - self.first).unwrap_or(u32::MAX));
+        let done_share = f64::from(u32::try_from(done - first).unwrap_or(u32::MAX));
         let left = f64::from(u32::try_from(self.total - done).unwrap_or(u32::MAX));
-        let seconds = self.started.elapsed().as_secs_f64() / done_share * left;
+        let seconds = started.elapsed().as_secs_f64() / done_share * left;
         format!(
             "· {} left",
             human_duration(Duration::from_secs_f64(seconds))
@@ -178,6 +177,19 @@ mod tests {
             shown.starts_with("[#####-----") && shown.contains("1.0 MiB/4.0 MiB"),
             "{shown}"
         );
+    }
+
+    #[test]
+    fn what_was_done_before_took_no_time() {
+        let printer = Printer::new(true);
+        let mut progress = Progress::new(&printer, "step", 25);
+        assert_eq!(progress.time_left(20), "");
+        let Some((started, first)) = &mut progress.since else {
+            unreachable!("time is counted from the first step on");
+        };
+        assert_eq!(*first, 20);
+        *started -= Duration::from_secs(10);
+        assert_eq!(progress.time_left(21), "· 40 s left");
     }
 
     #[test]

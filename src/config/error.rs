@@ -74,7 +74,7 @@ pub enum ConfigError {
         problem: String,
     },
     /// Values are well-formed but make no sense.
-    #[error("the run can not be done as configured: {}", list(issues))]
+    #[error("this cannot be done as configured: {}", list(issues))]
     Invalid {
         /// All that is wrong.
         issues: Vec<Issue>,

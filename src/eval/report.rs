@@ -72,7 +72,7 @@ impl TaskScore {
 pub struct EvalReport {
     /// The mean over tasks of the share of samples that passed; 0 when no task was scored.
     pub pass_at_1: f64,
-    /// The 95 % percentile-bootstrap interval of `pass_at_1`, over tasks.
+    /// The 95 % percentile-bootstrap interval of `pass_at_1`, over tasks; Wilson's where all of them are alike.
     pub ci95: [f64; 2],
     /// How many tasks had a scored sample, which is how many the means are over.
     pub tasks: usize,
@@ -100,7 +100,7 @@ impl EvalReport {
         let at =
             |k: u32| -> Vec<f64> { (scores.iter().filter_map(|score| score.pass_at(k))).collect() };
         let rates = at(1);
-        let ci95 = bootstrap_ci95(&rates, seed);
+        let ci95 = share_ci95(&rates, seed);
         let mut report = Self {
             pass_at_1: mean(&rates),
             ci95,
@@ -115,7 +115,7 @@ impl EvalReport {
             report.pass_at.insert(k, mean(&values));
             let interval = match k {
                 1 => ci95,
-                _ => bootstrap_ci95(&values, seed),
+                _ => share_ci95(&values, seed),
             };
             report.pass_at_ci95.insert(k, interval);
             report.pass_at_tasks.insert(k, values.len());
@@ -174,6 +174,25 @@ fn mean(values: &[f64]) -> f64 {
         0.0
     } else {
         values.iter().sum::<f64>() / values.len() as f64
+    }
+}
+
+/// Returns the 95 % interval of the mean of shares: the bootstrap's, or, where all values are alike and resampling
+/// shows nothing, Wilson's score interval of so many draws (Wilson 1927), which is the widest that shares of that mean
+/// can have.
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
+fn share_ci95(values: &[f64], seed: u64) -> [f64; 2] {
+    /// The 97.5th percentile of the normal distribution.
+    const Z: f64 = 1.959_963_984_540_054;
+    match values {
+        [share, rest @ ..] if rest.iter().all(|value| value == share) => {
+            let (n, z2) = (values.len() as f64, Z * Z);
+            let center = (share + z2 / (2.0 * n)) / (1.0 + z2 / n);
+            let spread = (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
+            let half = Z * spread / (1.0 + z2 / n);
+            [(center - half).max(0.0), (center + half).min(1.0)]
+        }
+        _ => bootstrap_ci95(values, seed),
     }
 }
 
@@ -316,6 +335,28 @@ mod tests {
         );
     }
 
+    /// `statsmodels.stats.proportion.proportion_confint(0, 160, method="wilson")` -> (0, 0.0234466)
+    #[test]
+    fn tasks_that_are_all_alike_leave_a_doubt() {
+        let of = |tasks: u32, n, c| {
+            let scores = (0..tasks).map(|id| score(id, n, c, 0)).collect();
+            EvalReport::new(scores, &[1], 0).ci95
+        };
+        let none = of(160, 4, 0);
+        assert!(
+            none[0] == 0.0 && (none[1] - 0.023_446_6).abs() < 1e-6,
+            "{none:?}"
+        );
+        let all = of(160, 1, 1);
+        assert!(
+            (all[0] - (1.0 - 0.023_446_6)).abs() < 1e-6 && all[1] == 1.0,
+            "{all:?}"
+        );
+        // One task says little, however many samples it has.
+        let one = of(1, 1000, 0);
+        assert!((one[1] - 0.793_450_7).abs() < 1e-6, "{one:?}");
+    }
+
     #[test]
     fn the_interval_is_over_tasks_and_not_over_samples() {
         // Two tasks of 1000 samples each: whatever the samples say, the choice of tasks is open.
@@ -372,10 +413,10 @@ mod tests {
 
     #[test]
     fn a_report_has_the_documented_shape() {
-        let report = EvalReport::new(vec![score(602, 2, 1, 0)], &[1, 2], 0);
+        let report = EvalReport::new(vec![score(602, 2, 1, 0), score(603, 2, 0, 0)], &[1, 2], 0);
         assert_eq!(
             serde_json::to_string(&report).unwrap(),
-            r#"{"pass_at_1":0.5,"ci95":[0.5,0.5],"tasks":1,"samples":2,"unscorable":0,"pass_at":{"1":0.5,"2":1.0},"pass_at_ci95":{"1":[0.5,0.5],"2":[1.0,1.0]},"pass_at_tasks":{"1":1,"2":1},"scores":[{"task_id":"602","n":2,"c":1,"unscorable":0}]}"#
+            r#"{"pass_at_1":0.25,"ci95":[0.0,0.5],"tasks":2,"samples":4,"unscorable":0,"pass_at":{"1":0.25,"2":0.5},"pass_at_ci95":{"1":[0.0,0.5],"2":[0.0,1.0]},"pass_at_tasks":{"1":2,"2":2},"scores":[{"task_id":"602","n":2,"c":1,"unscorable":0},{"task_id":"603","n":2,"c":0,"unscorable":0}]}"#
         );
         let read: EvalReport =
             serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();

@@ -24,6 +24,8 @@ pub struct Captured {
     pub graph: CallGraph,
     /// Calls that failed by no fault of the agent's: ours, the engine's, the upstream's.
     pub faults: u64,
+    /// Calls that were refused for what they asked.
+    pub refusals: u64,
 }
 
 /// How the calls of a session are answered that is learned from.
@@ -83,6 +85,7 @@ impl Capture {
         Some(Captured {
             graph,
             faults: gate.faults,
+            refusals: gate.refusals,
         })
     }
 

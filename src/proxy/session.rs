@@ -150,6 +150,8 @@ pub(super) struct Gate {
     pub(super) upstream_errors: u64,
     /// Calls that failed by no fault of the agent's, the upstream's errors among them.
     pub(super) faults: u64,
+    /// Calls that were refused for what they asked.
+    pub(super) refusals: u64,
 }
 
 impl Gate {
@@ -161,6 +163,7 @@ impl Gate {
             budget_stops: 0,
             upstream_errors: 0,
             faults: 0,
+            refusals: 0,
         }
     }
 }
@@ -332,6 +335,7 @@ impl Session {
         if attempt.is_none_or(|attempt| attempt == gate.attempt) {
             gate.upstream_errors += u64::from(error.is_upstreams());
             gate.faults += u64::from(error.is_fault());
+            gate.refusals += u64::from(!error.is_fault());
         }
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::EvalConfig;
 use crate::eval::EvalReport;
 
 /// `summary.json`.
@@ -37,12 +38,12 @@ pub struct Change {
 }
 
 impl Change {
-    /// Compares two measurements with so many samples of each task; `seed` is that of the interval.
+    /// Compares two measurements as `eval` of a run says them; `seed` is that of the interval.
     #[must_use]
-    pub fn new(before: &EvalReport, after: &EvalReport, samples: usize, seed: u64) -> Self {
+    pub fn new(before: &EvalReport, after: &EvalReport, eval: &EvalConfig, seed: u64) -> Self {
         Self {
-            before: Measured::new(before, samples),
-            after: Measured::new(after, samples),
+            before: Measured::new(before, eval),
+            after: Measured::new(after, eval),
             difference: after.difference(before, seed).map(|difference| Difference {
                 pass_at_1: difference.pass_at_1,
                 ci95: difference.ci95,
@@ -56,12 +57,15 @@ impl Change {
 pub struct Measured {
     /// Share of samples that pass.
     pub pass_at_1: f64,
-    /// Its 95 % bootstrap interval over tasks.
+    /// Its 95 % interval over tasks, as [`EvalReport::ci95`].
     pub ci95: [f64; 2],
     /// Tasks measured.
     pub tasks: usize,
     /// Samples of each task.
     pub samples: usize,
+    /// Temperature at which they were drawn; none in summaries that were written before it was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temperature: Option<f64>,
     /// Samples that we failed to score.
     pub unscorable: u64,
 }
@@ -78,12 +82,13 @@ pub struct Difference {
 impl Measured {
     /// Returns the part of a report that a summary keeps.
     #[must_use]
-    pub fn new(report: &EvalReport, samples: usize) -> Self {
+    pub fn new(report: &EvalReport, eval: &EvalConfig) -> Self {
         Self {
             pass_at_1: report.pass_at_1,
             ci95: report.ci95,
             tasks: report.tasks,
-            samples,
+            samples: eval.samples,
+            temperature: Some(eval.temperature),
             unscorable: report.unscorable,
         }
     }

@@ -478,13 +478,13 @@ fn train_together(
         Ok(report) => report,
     };
     let before = &run.progress.before;
-    let (samples, seed) = (config.eval.samples, config.seed);
+    let (eval, seed) = (&config.eval, config.seed);
     let environments = by_environment(config, before)
         .into_iter()
         .zip(by_environment(config, &after))
-        .map(|((name, before), (_, after))| (name, Change::new(&before, &after, samples, seed)));
+        .map(|((name, before), (_, after))| (name, Change::new(&before, &after, eval, seed)));
     let summary = Summary {
-        change: Change::new(before, &after, samples, seed),
+        change: Change::new(before, &after, eval, seed),
         environments: environments.collect(),
         steps: run.step,
         wall_s: run.wall_s(),

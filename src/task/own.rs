@@ -1,24 +1,8 @@
 //! This project's own schema: a row that names its grader.
 //!
-//! | field | |
-//! |---|---|
-//! | `grader` | a grader's name, or a Python file with `def grade(candidate, task)` beside the task file |
-//! | `prompt` | the problem |
-//! | `task_id` | optional: the row's number unless given |
-//! | `tests`, `test` | test programs: a list, or one |
-//! | `setup` | statements run before the tests |
-//! | `cases` | inputs and outputs: `[{"input": …, "output": …}]`; what is no text is taken as JSON |
-//! | `answer` | an expected answer, or a list of them, for `numeric` and `exact_match` |
-//! | `entry_points` | names of the submission; from `code` and the tests unless given |
-//! | `code` | the reference solution |
-//! | `options` | settings of the grader |
-//! | `reward` | [`RewardTerms`] of this task |
-//! | `test_weights` | the weight of each test in `test_fraction` |
-//! | `visible_tests` | how many tests or cases the policy is shown |
-//!
-//! Other data sets' names are read as well: `text` and `question` for `prompt`, `test_list` and
-//! `test_imports` for `tests` and `setup`. So any row can be given another grader. A user's grader
-//! gets the whole row as `task`.
+//! `docs/graders.md` has its fields. Other data sets' names are read as well: `text` and `question` for
+//! `prompt`, `test_list` and `test_imports` for `tests` and `setup`. So any row can be given another grader.
+//! A user's grader gets the whole row as `task`.
 
 use std::io::Read as _;
 use std::path::{Component, Path};

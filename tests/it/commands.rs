@@ -56,6 +56,13 @@ fn init_lists_recipes_writes_one_and_overwrites_nothing() {
         let config = wardian::config::RunConfig::from_toml::<&str>(&text, &[]);
         config.unwrap_or_else(|error| panic!("{name}: {error}"));
     }
+    // With the program that it starts, so that it runs where it is.
+    let read = |name| fs_err::read_to_string(folder.path().join(name)).expect("it is written");
+    assert!(read("external-agent.toml").contains(r#""agent.py""#));
+    assert!(read("agent.py").contains("WARDIAN_TASK"));
+    let again = ["init", "external-agent", "--out", "again.toml"];
+    refused(folder.path(), &again, "`agent.py` is there already");
+    assert!(!folder.path().join("again.toml").exists());
     printed(folder.path(), &["init", "humaneval"]);
     let path = folder.path().join("run.toml");
     fs_err::write(&path, "mine").expect("written");
@@ -187,7 +194,7 @@ fn two_runs_are_compared_by_settings_pass_rates_metrics_and_time() {
     let changed: Vec<&Value> = settings.iter().map(|setting| &setting["key"]).collect();
     assert_eq!(changed, ["trainer.learning_rate", "trainer.steps"]);
     assert_eq!(compared["pass_rates"][2]["values"][0]["pass_at_1"], 0.75);
-    assert_eq!(compared["curves"][0]["values"][1]["best"], 0.2);
+    assert_eq!(compared["curves"][0]["values"][1]["highest"], 0.2);
     refused(
         folder.path(),
         &["compare", "runs/first", "runs/no-run"],

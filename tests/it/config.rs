@@ -386,7 +386,7 @@ fn all_senseless_values_are_reported_at_once() {
     let error = RunConfig::from_toml("", &["trainer.mode=full", "model.adapter=a"]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the run can not be done as configured: \
+        "this cannot be done as configured: \
          \n  `model.path` is ``; give a checkpoint folder, a GGUF file or a hub repository such as `Qwen/Qwen3-0.6B`; without `--config`, it is the carried starter model\
          \n  `model.adapter` is `a`; an adapter can be trained on only with `trainer.mode = \"lora\"`"
     );

@@ -24,7 +24,8 @@ use crate::run::{RunEvent, by_environment, evaluate, evaluation_tasks, new_engin
 pub(in crate::cli) struct EvalArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Samples of each task
+    /// Samples of each task; above 1 they are drawn at temperature 1, unless a run file or `--set eval.temperature`
+    /// says otherwise
     #[arg(long, value_name = "N")]
     samples: Option<usize>,
     /// The k of each pass@k to report
@@ -96,11 +97,12 @@ pub(in crate::cli) fn run(args: &EvalArgs, printer: &Printer) -> Outcome {
             .map_err(Failure::internal)?;
     }
     printer.note(&format!(
-        "pass@1 has the 95 % interval {:.1} to {:.1}, over {} with {} each",
+        "pass@1 has the 95 % interval {:.1} to {:.1}, over {} with {} each at temperature {}",
         report.ci95[0] * 100.0,
         report.ci95[1] * 100.0,
         counted(report.tasks, "task"),
         counted(config.eval.samples, "sample"),
+        config.eval.temperature,
     ));
     for (k, interval) in report.pass_at_ci95.iter().filter(|(k, _)| **k > 1) {
         printer.note(&format!(

@@ -53,6 +53,7 @@ pub(in crate::cli) fn run(args: &ExportArgs, printer: &Printer) -> Outcome {
         .policy
         .export(&args.out, args.dtype.get())
         .map_err(Failure::from)?;
+    printer.note("Wrote a Hugging Face folder, any adapter merged:");
     printer
         .data(&args.out.display().to_string())
         .map_err(Failure::internal)?;

@@ -214,7 +214,7 @@ fn describe(graded: &Graded<'_>) -> String {
     let usual = f64::from(u8::from(verdict.status == VerdictStatus::Passed));
     let score = match verdict.reward {
         // A reward that the status does not say.
-        Some(reward) if reward != usual => format!(", reward {reward}"),
+        Some(reward) if reward != usual => format!(", reward {}", shown(reward)),
         _ => String::new(),
     };
     let reason = first_failure.map_or_else(String::new, |test| {
@@ -225,10 +225,19 @@ fn describe(graded: &Graded<'_>) -> String {
     line.replace(char::is_control, " ")
 }
 
+/// Returns a number to three decimals, without zeros behind; in JSON it has all.
+fn shown(number: f64) -> String {
+    let rounded = format!("{number:.3}");
+    rounded
+        .trim_end_matches('0')
+        .trim_end_matches('.')
+        .to_owned()
+}
+
 fn parts(rewards: &IndexMap<String, f64>) -> String {
     let parts: Vec<String> = rewards
         .iter()
-        .map(|(name, value)| format!("{name} {value}"))
+        .map(|(name, value)| format!("{name} {}", shown(*value)))
         .collect();
     if parts.is_empty() {
         String::new()

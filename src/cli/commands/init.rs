@@ -1,7 +1,7 @@
 //! `wardian init`: an annotated run file for a recipe.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::anyhow;
 use clap::{Args, ValueEnum};
@@ -42,18 +42,36 @@ enum Recipe {
 }
 
 impl Recipe {
-    fn text(self) -> &'static str {
+    /// Returns the example that it is, and its text.
+    fn example(self) -> (&'static str, &'static str) {
+        macro_rules! example {
+            ($name:literal) => {
+                (
+                    concat!("examples/runs/", $name),
+                    include_str!(concat!("../../../examples/runs/", $name)),
+                )
+            };
+        }
         match self {
-            Self::MbppLora => include_str!("../../../examples/runs/mbpp-lora.toml"),
-            Self::Humaneval => include_str!("../../../examples/runs/humaneval.toml"),
-            Self::OwnTasks => include_str!("../../../examples/runs/own-tasks.toml"),
-            Self::SweBench => include_str!("../../../examples/runs/swebench.toml"),
-            Self::ExternalAgent => include_str!("../../../examples/runs/agent.toml"),
-            Self::Harbor => include_str!("../../../examples/runs/harbor.toml"),
-            Self::Openenv => include_str!("../../../examples/runs/openenv.toml"),
+            Self::MbppLora => example!("mbpp-lora.toml"),
+            Self::Humaneval => example!("humaneval.toml"),
+            Self::OwnTasks => example!("own-tasks.toml"),
+            Self::SweBench => example!("swebench.toml"),
+            Self::ExternalAgent => example!("agent.toml"),
+            Self::Harbor => example!("harbor.toml"),
+            Self::Openenv => example!("openenv.toml"),
         }
     }
+
+    /// Returns the program that its run file starts, as the example names it, and its text.
+    fn program(self) -> Option<(&'static str, &'static str)> {
+        let minimal = include_str!("../../../examples/agents/minimal.py");
+        matches!(self, Self::ExternalAgent).then_some(("examples/agents/minimal.py", minimal))
+    }
 }
+
+/// What the program of a recipe is called beside the run file.
+const PROGRAM: &str = "agent.py";
 
 pub(in crate::cli) fn run(args: &InitArgs, printer: &Printer) -> Outcome {
     let Some(recipe) = args.recipe else {
@@ -70,23 +88,43 @@ pub(in crate::cli) fn run(args: &InitArgs, printer: &Printer) -> Outcome {
         printer.note("\n`wardian init RECIPE` writes its run.toml");
         return Ok(ExitStatus::Success);
     };
-    let path = &args.out;
+    let (example, text) = recipe.example();
+    let path = args.out.display().to_string();
+    let mut text = text.replace(example, &path);
+    let mut written = path.clone();
+    if let Some((program, its_text)) = recipe.program() {
+        let beside = args.out.with_file_name(PROGRAM);
+        let beside_text = beside.display().to_string();
+        text = text.replace(program, &beside_text);
+        if args.out.exists() {
+            return Err(taken(&args.out));
+        }
+        write_new(&beside, its_text)?;
+        written.push_str(" and ");
+        written.push_str(&beside_text);
+    }
+    write_new(&args.out, &text)?;
+    printer.note(&format!(
+        "Wrote {written}\nTry next    wardian doctor --config {path}\n            wardian train --config {path}"
+    ));
+    Ok(ExitStatus::Success)
+}
+
+fn write_new(path: &Path, text: &str) -> Result<(), Failure> {
     let mut options = fs::OpenOptions::new();
     let file = options.write(true).create_new(true).open(path);
     let mut file = file.map_err(|error| match error.kind() {
-        std::io::ErrorKind::AlreadyExists => Failure::usage(anyhow!(
-            "`{}` is there already; name another file by `--out`",
-            path.display()
-        )),
+        std::io::ErrorKind::AlreadyExists => taken(path),
         _ => Failure::usage(error),
     })?;
-    file.write_all(recipe.text().as_bytes())
-        .map_err(Failure::internal)?;
-    let path = path.display();
-    printer.note(&format!(
-        "Wrote {path}\nTry next    wardian doctor --config {path}\n            wardian train --config {path}"
-    ));
-    Ok(ExitStatus::Success)
+    file.write_all(text.as_bytes()).map_err(Failure::internal)
+}
+
+fn taken(path: &Path) -> Failure {
+    Failure::usage(anyhow!(
+        "`{}` is there already; name another run file by `--out`, in another folder if need be",
+        path.display()
+    ))
 }
 
 #[cfg(test)]
@@ -97,7 +135,14 @@ mod tests {
     #[test]
     fn every_recipe_is_a_whole_run_file_that_says_why() {
         for recipe in Recipe::value_variants() {
-            let text = recipe.text();
+            let (example, text) = recipe.example();
+            assert!(
+                text.contains(example) || !text.contains("examples/runs"),
+                "{recipe:?}"
+            );
+            if let Some((program, _)) = recipe.program() {
+                assert!(text.contains(program), "{recipe:?}");
+            }
             let config = RunConfig::from_toml::<&str>(text, &[]);
             let config = config.unwrap_or_else(|error| panic!("{recipe:?}: {error}"));
             assert!(!config.model.path.is_empty(), "{recipe:?}");

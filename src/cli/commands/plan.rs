@@ -1,6 +1,6 @@
 //! `wardian plan`: where the memory of a run goes, without loading anything.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
@@ -12,6 +12,7 @@ use crate::cli::args::{ConfigArgs, Format};
 use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::engine::model::{ModelConfig, WeightFormat};
+use crate::hub::{Hub, HubRepo, HubRepoKind};
 use crate::run::{keep_to_budget, plan_request};
 use crate::trainer::{MemoryPlan, Place, PlanRequest, plan, trained_numbers};
 
@@ -63,7 +64,7 @@ pub(in crate::cli) fn run(args: &PlanArgs, printer: &Printer) -> Outcome {
         config_args.overrides.push(budget);
     }
     let config = setup::resolve(&config_args)?.config;
-    let model = model_config(Path::new(&config.model.path))?;
+    let model = model_config(&config.model.path)?;
     let place = match args.on {
         Device::Cpu => Place::Cpu,
         Device::Gpu => Place::Gpu,
@@ -97,19 +98,26 @@ pub(in crate::cli) fn run(args: &PlanArgs, printer: &Printer) -> Outcome {
     Ok(ExitStatus::Success)
 }
 
-/// Reads `config.json`, which is given or in a folder that is.
-fn model_config(path: &Path) -> Result<ModelConfig, Failure> {
-    let file: PathBuf = if path.is_dir() {
-        path.join("config.json")
-    } else {
-        path.to_owned()
+/// Reads `config.json`, which is given, in a folder that is, or in a repository of the hub.
+fn model_config(source: &str) -> Result<ModelConfig, Failure> {
+    let path = Path::new(source);
+    let file = match source.parse::<HubRepo>() {
+        _ if path.is_dir() => path.join("config.json"),
+        _ if path
+            .extension()
+            .is_some_and(|extension| extension == "json") =>
+        {
+            path.to_owned()
+        }
+        Ok(repository) if !path.exists() => Hub::from_env()
+            .file(&repository, HubRepoKind::Model, "config.json")
+            .map_err(Failure::usage)?,
+        _ => {
+            return Err(Failure::usage(anyhow::anyhow!(
+                "`{source}` is no folder, no `config.json` and no repository of the hub; a plan reads nothing else"
+            )));
+        }
     };
-    if file.extension().is_none_or(|extension| extension != "json") {
-        return Err(Failure::usage(anyhow::anyhow!(
-            "`{}` is no folder and no `config.json`; a plan reads nothing else",
-            path.display()
-        )));
-    }
     ModelConfig::from_file(&file).map_err(Failure::usage)
 }
 

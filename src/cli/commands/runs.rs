@@ -142,14 +142,14 @@ fn aligned<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Metrics that are compared by their last and best values, and whether more is better.
-const CURVES: [(&str, bool); 6] = [
-    ("reward", true),
-    ("frac_reward_zero_std", false),
-    ("entropy", true),
-    ("kl", false),
-    ("completions/mean_length", true),
-    ("completions/clipped_ratio", false),
+/// Metrics that are compared by their last values and their ranges.
+const CURVES: [&str; 6] = [
+    "reward",
+    "frac_reward_zero_std",
+    "entropy",
+    "kl",
+    "completions/mean_length",
+    "completions/clipped_ratio",
 ];
 
 /// Metrics that are compared by their means: where the time of a step goes.
@@ -193,7 +193,8 @@ struct Curves {
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Ends {
     last: f64,
-    best: f64,
+    lowest: f64,
+    highest: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -227,18 +228,14 @@ impl<'r> Comparison<'r> {
         });
         let of_both = |rate: fn(&RunRecord) -> Option<PassRate>| [rate(left), rate(right)];
         let curve = |run: &RunRecord, name: &str| run.curves.get(name).copied();
-        let ends = |curve: Curve, more_is_better| Ends {
+        let ends = |curve: Curve| Ends {
             last: curve.last,
-            best: if more_is_better {
-                curve.highest
-            } else {
-                curve.lowest
-            },
+            lowest: curve.lowest,
+            highest: curve.highest,
         };
-        let curves = CURVES.map(|(metric, more_is_better)| Curves {
+        let curves = CURVES.map(|metric| Curves {
             metric,
-            values: [left, right]
-                .map(|run| curve(run, metric).map(|curve| ends(curve, more_is_better))),
+            values: [left, right].map(|run| curve(run, metric).map(ends)),
         });
         let means = SPLIT.map(|metric| Means {
             metric,
@@ -309,9 +306,16 @@ impl<'r> Comparison<'r> {
             let values = values.map(|rate| rate.map_or_else(absent, |rate| shown_rate(&rate)));
             rows.push(row((*when).to_owned(), values));
         }
-        section(&mut rows, "Metrics of steps: last (best)");
+        section(&mut rows, "Metrics of steps: last (lowest to highest)");
         for Curves { metric, values } in &self.curves {
-            let ends = |ends: Ends| format!("{:.4} ({:.4})", ends.last, ends.best);
+            let ends = |ends: Ends| {
+                let Ends {
+                    last,
+                    lowest,
+                    highest,
+                } = ends;
+                format!("{last:.4} ({lowest:.4} to {highest:.4})")
+            };
             rows.push(row(
                 (*metric).to_owned(),
                 values.map(|value| value.map_or_else(absent, ends)),

@@ -15,7 +15,7 @@ use crate::cli::failure::{Failure, Outcome};
 use crate::cli::printer::Printer;
 use crate::cli::progress::{Progress, counted};
 use crate::task::harbor::{DatasetReference, Registry, download};
-use crate::task::{TaskReport, TaskSet, validate};
+use crate::task::{FindingKind, TaskReport, TaskSet, validate};
 
 /// Characters of a finding in a table.
 const MAX_MESSAGE: usize = 160;
@@ -214,6 +214,18 @@ fn summary(reports: &[TaskReport], elapsed: Duration) -> Vec<String> {
         at(2).unwrap_or_default(),
         at(1).unwrap_or_default(),
     )];
+    let is_unchecked = |report: &&TaskReport| {
+        (report.findings.iter()).any(|found| found.kind == FindingKind::NoReference)
+    };
+    match reports.iter().filter(is_unchecked).count() {
+        0 => {}
+        1 => lines.push(
+            "1 of them has no reference solution: nothing shows that it can be solved".to_owned(),
+        ),
+        count => lines.push(format!(
+            "{count} of them have no reference solution: nothing shows that they can be solved"
+        )),
+    }
     let slowest = reports.iter().max_by_key(|report| report.fuel);
     if let Some(slowest) = slowest.filter(|slowest| slowest.fuel > 0) {
         lines.push(format!(
@@ -229,7 +241,7 @@ fn summary(reports: &[TaskReport], elapsed: Duration) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::task::{Finding, FindingKind};
+    use crate::task::Finding;
 
     #[test]
     fn a_table_has_a_line_for_each_finding() {

@@ -72,7 +72,8 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         Some(out) => out.clone(),
         None => setup::default_run_folder(&resolved),
     };
-    let name = resolved.name.clone();
+    let name = (args.resume.as_ref())
+        .map_or_else(|| resolved.name.clone(), |run| run.display().to_string());
     let signalled = setup::stop_on_signals().map_err(Failure::internal)?;
     let launch = Launch::from_env().map_err(RunError::from)?;
     let is_first = launch.as_ref().is_none_or(|launch| launch.rank == 0);
@@ -315,14 +316,16 @@ fn describe(summary: &Summary, took: &str, out: &str) -> String {
         })
         .collect();
     let Change { before, after, .. } = &summary.change;
+    let at =
+        (after.temperature).map_or_else(String::new, |value| format!(" at temperature {value}"));
     format!(
         "\nDone in {took}: {}, {} tokens sampled\n  \
          before  {}\n  \
          after   {}\n  \
-         on {}, {} each{}\n{environments}\n\
+         on {}, {} each{at}{}\n{environments}\n\
          Run folder  {out}\n\
          Report      {out}/report.html\n\
-         Try next    wardian eval --config {out}/run.toml --model {out}/final\n            \
+         Try next    wardian serve --dashboard {out}\n            \
          wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
         counted(summary.steps, "step"),
         summary.tokens,

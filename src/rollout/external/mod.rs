@@ -211,7 +211,11 @@ impl<'a> AgentCollector<'a> {
         let Some(mut episode) = self.taken_back(&lent) else {
             return Vec::new();
         };
-        let Captured { graph, faults } = capture.close(&key).unwrap_or_default();
+        let Captured {
+            graph,
+            faults,
+            refusals,
+        } = capture.close(&key).unwrap_or_default();
         let has_called = graph.calls().next().is_some();
         match played {
             _ if episode.has_failed() => {}
@@ -222,7 +226,11 @@ impl<'a> AgentCollector<'a> {
             Ok((_, answer)) if has_called => episode.end(answer.as_deref()),
             Ok((ended, _)) => {
                 let how = ended.describe();
-                let error = format!("the agent did not call the model: {how}");
+                let error = match refusals {
+                    0 => format!("the agent did not call the model: {how}"),
+                    1 => format!("the agent's only call of the model was refused: {how}"),
+                    _ => format!("all {refusals} calls of the agent's were refused: {how}"),
+                };
                 episode.fail(&std::io::Error::other(error));
             }
             Err(error) => episode.fail(&error),

@@ -187,7 +187,7 @@ impl std::fmt::Display for Accepted {
             (self.rejected, "did not do well enough"),
             (self.unscorable, "could not be scored"),
             (self.cut_off, "were cut off"),
-            (self.duplicates, "had the tokens of another"),
+            (self.duplicates, "repeated another, token by token"),
             (self.surplus, "were beyond their task's bound"),
         ];
         for (count, what) in others.into_iter().filter(|(count, _)| *count > 0) {

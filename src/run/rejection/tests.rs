@@ -117,7 +117,7 @@ fn what_passed_is_kept_with_its_ids_and_its_mask() {
     assert_eq!(
         accepted.to_string(),
         "kept 2 of 6 episodes, of 2 of 3 tasks; 1 did not do well enough; 1 could not be scored; \
-         1 were cut off; 1 had the tokens of another"
+         1 were cut off; 1 repeated another, token by token"
     );
 }
 
@@ -207,7 +207,7 @@ fn rows_of_an_agents_episode_are_kept_or_left_together() {
     assert_eq!(lengths(&accepted), [2, 9, 5]);
     assert_eq!(
         accepted.to_string(),
-        "kept 2 of 4 episodes, of 1 of 1 tasks; 1 were cut off; 1 had the tokens of another"
+        "kept 2 of 4 episodes, of 1 of 1 tasks; 1 were cut off; 1 repeated another, token by token"
     );
     let shortest = RejectionSampling {
         max_per_task: Some(1),
