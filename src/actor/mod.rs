@@ -50,6 +50,8 @@ pub use error::ActorError;
 pub use pool::WarmPool;
 pub(crate) use removal::Scratch;
 pub use spec::{ActorLimits, ActorSpec, RootFs};
+#[cfg(any(fuzzing, test))]
+pub use tree::fuzz_archive;
 pub use tree::{Entry, FileTree, TreeLimits};
 
 /// A way to run actors, shared by threads as `Arc<dyn ActorBackend>`.

@@ -9,6 +9,8 @@ use std::path::{Component, Path, PathBuf};
 
 use fs_err as fs;
 
+#[cfg(any(fuzzing, test))]
+pub use self::tar::fuzz_archive;
 use super::ActorError;
 
 /// How deep a tree may be. Every entry looks at the folders above it, and the host's folders of that depth

@@ -302,3 +302,44 @@ fn push(
     archive.extend_from_slice(content);
     archive.resize(archive.len().next_multiple_of(BLOCK), 0);
 }
+
+/// Reads an archive as a guest may leave it, and holds what must be so of any.
+///
+/// # Panics
+///
+/// Where that does not hold.
+#[cfg(any(fuzzing, test))]
+pub fn fuzz_archive(bytes: &[u8]) {
+    // libFuzzer knows nothing of sums: each header's is mended, as a guest would.
+    let mut archive = bytes.to_vec();
+    for header in archive.chunks_exact_mut(BLOCK) {
+        if header.iter().any(|byte| *byte != 0) && header[156] & 0x80 == 0 {
+            header[148..156].copy_from_slice(b"        ");
+            let sum = sum(header);
+            header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+        }
+    }
+    let limits = TreeLimits {
+        bytes: 4096,
+        entries: 16,
+    };
+    for archive in [bytes, &archive] {
+        let Ok(tree) = FileTree::from_tar(archive, Path::new(""), limits) else {
+            continue;
+        };
+        let sizes = tree.iter().map(|(_, entry)| match entry {
+            Entry::File { bytes, .. } => bytes.len() as u64,
+            Entry::Folder | Entry::Link { .. } => 0,
+        });
+        assert!(sizes.sum::<u64>() <= limits.bytes);
+        assert!(tree.len() as u64 <= limits.entries);
+        for (path, _) in tree.iter() {
+            assert!(path.is_relative());
+            let mut folders = path.ancestors().skip(1);
+            assert!(folders.all(|folder| matches!(tree.get(folder), None | Some(Entry::Folder))));
+        }
+        // What was read is written, and read the same.
+        let again = FileTree::from_tar(&tree.to_tar(User::default()), Path::new(""), limits);
+        assert_eq!(again.ok(), Some(tree));
+    }
+}

@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 use crate::actor::User;
 
@@ -200,5 +202,68 @@ proptest::proptest! {
         }
         archive.truncate(length);
         let _ = from_tar(&archive);
+    }
+}
+
+#[test]
+fn the_seeds_of_the_fuzz_target_are_read() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/seeds/actor_archive");
+    let write = std::env::var_os("WARDIAN_WRITE_SEEDS").is_some();
+    if write {
+        fs::create_dir_all(folder).unwrap();
+        let mut small = FileTree::new();
+        small.insert("folder", Entry::Folder).unwrap();
+        small.insert("folder/file", file(b"text")).unwrap();
+        let far = format!("folder/{}", "x/".repeat(100));
+        small.insert("folder/far", link(&far)).unwrap();
+        fs::write(format!("{folder}/small"), small.to_tar(User::default())).unwrap();
+        let mut linked = FileTree::of_file("file", "text")
+            .unwrap()
+            .to_tar(User::default());
+        linked.truncate(1024);
+        linked.extend(archive_of("again", b'1', "file", b""));
+        fs::write(format!("{folder}/hard_link"), linked).unwrap();
+        let record = b"30 path=a/name/of/posix/files\n";
+        let mut extended = archive_of("header", b'x', "", record);
+        extended.truncate(1024);
+        extended.extend(archive_of("short", b'0', "", b"text"));
+        fs::write(format!("{folder}/extended"), extended).unwrap();
+    }
+    let mut names = Vec::new();
+    for seed in fs::read_dir(folder).unwrap() {
+        let seed = fs::read(seed.unwrap().path()).unwrap();
+        fuzz_archive(&seed);
+        names.extend(from_tar(&seed).unwrap().entries.into_keys());
+    }
+    names.sort();
+    let expected = [
+        "a/name/of/posix/files",
+        "again",
+        "file",
+        "folder",
+        "folder/far",
+        "folder/file",
+    ];
+    assert_eq!(names, expected.map(PathBuf::from));
+}
+
+proptest! {
+    #[test]
+    fn any_archive_is_read_or_refused(
+        names in proptest::collection::vec(("[a/.]{0,4}", "[0-7xLKg]", "[a/.]{0,3}"), 0..6),
+        flips in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+    ) {
+        let mut archive = Vec::new();
+        for (name, kind, link) in &names {
+            let entry = archive_of(name, kind.as_bytes()[0], link, b"12 path=abc\n");
+            archive.extend_from_slice(&entry[..1024]);
+        }
+        archive.extend_from_slice(&[0; 1024]);
+        fuzz_archive(&archive);
+        for (place, byte) in flips {
+            let at = place.index(archive.len());
+            archive[at] = byte;
+        }
+        fuzz_archive(&archive);
     }
 }
