@@ -72,6 +72,9 @@ pub struct ActorSpec {
     pub is_rare: bool,
 }
 
+/// More memory and disk than this is a slip of the pen: 64 TiB.
+const MOST_BYTES: u64 = 64 << 40;
+
 impl ActorSpec {
     /// The working folder unless said otherwise.
     pub const WORKDIR: &str = "/workspace";
@@ -125,6 +128,12 @@ impl ActorSpec {
             return invalid(format!(
                 "{} bytes of memory are fewer than the 16 MiB that a shell needs",
                 self.limits.memory
+            ));
+        }
+        let largest = self.limits.memory.max(self.limits.disk);
+        if largest > MOST_BYTES {
+            return invalid(format!(
+                "{largest} bytes of memory or disk are more than any machine has"
             ));
         }
         if self.limits.cpu_millis < 10 {

@@ -348,6 +348,19 @@ fn a_link_out_of_the_folder_is_refused_and_one_inside_is_not() {
     assert!(matches!(error, HarborError::Outside { .. }), "{error}");
 }
 
+/// A pipe is opened when somebody writes to it, which may be never.
+#[test]
+fn what_is_no_file_is_refused_and_not_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    write_task(folder.path(), "");
+    let pipe = folder.path().join("tests/pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.expect("coreutils are installed").success());
+    let error = HarborTask::read(folder.path()).unwrap_err();
+    assert!(matches!(error, HarborError::Special { .. }), "{error}");
+    assert!(error.to_string().contains("tests/pipe"), "{error}");
+}
+
 #[test]
 fn a_data_set_is_a_folder_of_tasks_with_names_of_their_own() {
     let folder = tempfile::tempdir().unwrap();

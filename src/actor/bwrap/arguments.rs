@@ -24,6 +24,9 @@ const SETTINGS: &[&str] = &[
     "ssl/openssl.cnf",
 ];
 
+/// What fits in `/dev/shm`, in bytes: 64 MiB, as in containers.
+const SHARED_MEMORY: &str = "67108864";
+
 /// Whether what runs has the host's network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Network {
@@ -49,6 +52,16 @@ impl Arguments {
             arguments.add(["--share-net"]);
         }
         arguments.add(["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]);
+        // Both are the host's memory, which nobody counts there.
+        arguments.add([
+            "--perms",
+            "1777",
+            "--size",
+            SHARED_MEMORY,
+            "--tmpfs",
+            "/dev/shm",
+        ]);
+        arguments.add(["--remount-ro", "/dev"]);
         // Under root's user id these take writes that reach the whole machine. `bwrap` means to cover them,
         // and does not where it has no right to write to the folder itself.
         for name in ["sys", "sysrq-trigger", "irq", "bus"] {

@@ -56,6 +56,7 @@ pub(super) fn over(top: Pid, folder: &Path, limits: &ActorLimits) -> Option<Endi
             reason: "its folders are too deep to count what it wrote".to_owned(),
         });
     };
+    let written = written + deleted(&below, folder);
     (written > limits.disk).then(|| Ending::Killed {
         reason: format!("it wrote {written} bytes, of at most {}", limits.disk),
     })
@@ -86,6 +87,9 @@ fn rows() -> HashMap<i32, Row> {
 /// The longest path that can be looked at with a name of 255 bytes behind it, of the 4096 of the kernel.
 const MAX_PATH: usize = 4096 - 1 - 256;
 
+/// What an entry takes, however little is in it.
+const ENTRY: u64 = 4096;
+
 /// Returns the bytes on disk of what is in a folder, unless it is too deep to be looked at; links are not
 /// followed.
 fn size(folder: &Path) -> Option<u64> {
@@ -100,7 +104,7 @@ fn size(folder: &Path) -> Option<u64> {
             let Ok(status) = entry.metadata() else {
                 continue;
             };
-            bytes += status.blocks() * 512;
+            bytes += (status.blocks() * 512).max(ENTRY);
             if status.is_dir() {
                 folders.push(entry.path());
             }
@@ -109,15 +113,51 @@ fn size(folder: &Path) -> Option<u64> {
     Some(bytes)
 }
 
+/// Returns the bytes on disk of files that have no name any more, and are still open in one of the processes. Only
+/// those of the file system that `folder` is in are what was written there.
+fn deleted(processes: &HashSet<i32>, folder: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt as _;
+    let Ok(device) = fs::metadata(folder).map(|about| about.dev()) else {
+        return 0;
+    };
+    let open = processes.iter().flat_map(|pid| {
+        let files = fs::read_dir(format!("/proc/{pid}/fd"));
+        files.into_iter().flatten().flatten()
+    });
+    let files: HashMap<u64, u64> = open
+        .filter_map(|file| fs::metadata(file.path()).ok())
+        .filter(|about| about.nlink() == 0 && about.dev() == device && about.is_file())
+        .map(|about| (about.ino(), about.blocks() * 512))
+        .collect();
+    files.values().sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_has_no_name_any_more_is_counted_while_it_is_open() {
+        let scratch = crate::actor::Scratch::new().unwrap();
+        let own = HashSet::from([i32::try_from(std::process::id()).unwrap()]);
+        let path = scratch.path().join("file");
+        fs::write(&path, vec![1; 100_000]).unwrap();
+        let open = fs::File::open(&path).unwrap();
+        // Other tests of this process may have such files, too, but hardly of this size.
+        let before = deleted(&own, scratch.path());
+        fs::remove_file(&path).unwrap();
+        assert!(deleted(&own, scratch.path()) >= before + 100_000);
+        drop(open);
+        assert!(deleted(&own, scratch.path()) < before + 100_000);
+    }
 
     #[test]
     fn what_cannot_be_counted_is_told_from_nothing() {
         let scratch = crate::actor::Scratch::new().unwrap();
         fs::write(scratch.path().join("file"), [1; 5000]).unwrap();
         assert_eq!(size(scratch.path()), Some(8192));
+        fs::write(scratch.path().join("empty"), "").unwrap();
+        assert_eq!(size(scratch.path()), Some(8192 + ENTRY));
         // Deeper than a path can say.
         let name = "n".repeat(200);
         let deep = scratch.path().join("deep");

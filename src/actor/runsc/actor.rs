@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,8 @@ pub(super) struct RunscActor {
     /// The sandbox that it is at present; held while a command runs.
     container: Mutex<Container>,
     commands: AtomicU64,
+    /// Whether it has run a command of its guest's, or is a copy of one that has.
+    is_touched: AtomicBool,
 }
 
 impl RunscActor {
@@ -48,6 +50,7 @@ impl RunscActor {
         spec: ActorSpec,
         config: Value,
         container: Container,
+        is_touched: bool,
     ) -> Self {
         Self {
             machine,
@@ -56,6 +59,7 @@ impl RunscActor {
             config,
             container: Mutex::new(container),
             commands: AtomicU64::new(0),
+            is_touched: AtomicBool::new(is_touched),
         }
     }
 
@@ -155,6 +159,16 @@ impl RunscActor {
             (None, _) if container.life.wait_gone(ENDING) => Ending::Killed {
                 reason: "its sandbox has ended".to_owned(),
             },
+            // Guests can see to that: by files that they hold open, or by the rights of `/`.
+            (None, _) if self.is_touched.load(Ordering::Relaxed) => {
+                let why = finished.stderr.text().trim().to_owned();
+                tracing::warn!(actor = self.id, why, "an actor starts no program any more");
+                let ending = Ending::Killed {
+                    reason: format!("no program could be started in it any more: {why}"),
+                };
+                container.life.end(ending.clone());
+                ending
+            }
             (None, _) => {
                 return Err(ActorError::Backend {
                     activity: "starting a program".to_owned(),
@@ -208,7 +222,9 @@ impl Actor for RunscActor {
     }
 
     fn exec(&self, command: &ActorCommand) -> Result<ActorOutput, ActorError> {
-        self.exec_as(command, command.user.unwrap_or(self.spec.user))
+        let output = self.exec_as(command, command.user.unwrap_or(self.spec.user));
+        self.is_touched.store(true, Ordering::Relaxed);
+        output
     }
 
     fn put(&self, folder: &Path, tree: &FileTree) -> Result<(), ActorError> {
@@ -235,6 +251,7 @@ impl Actor for RunscActor {
             image: self.machine.folder("s")?,
             spec: self.spec.clone(),
             config: self.config.clone(),
+            is_touched: self.is_touched.load(Ordering::Relaxed),
         };
         let image = format!("--image-path={}", snapshot.image.display());
         // The checkpoint ends the sandbox (the option that lets it go on hangs), so this actor goes on from
@@ -292,6 +309,7 @@ struct RunscSnapshot {
     image: PathBuf,
     spec: ActorSpec,
     config: Value,
+    is_touched: bool,
 }
 
 impl RunscSnapshot {
@@ -308,6 +326,7 @@ impl ActorSnapshot for RunscSnapshot {
             self.spec.clone(),
             self.config.clone(),
             container,
+            self.is_touched,
         )))
     }
 }

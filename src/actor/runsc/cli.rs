@@ -116,13 +116,16 @@ impl Runsc {
         share.check()?;
         match status.success() {
             true => Ok(()),
-            false => Err(ActorError::Backend {
-                activity: activity.to_owned(),
-                message: fs::read_to_string(log)
-                    .unwrap_or_default()
-                    .trim()
-                    .to_owned(),
-            }),
+            false => {
+                let told = fs::read_to_string(log).unwrap_or_default();
+                Err(ActorError::Backend {
+                    activity: activity.to_owned(),
+                    message: match told.trim() {
+                        "" => format!("it ended with {status} and said nothing; is the disk full?"),
+                        told => told.to_owned(),
+                    },
+                })
+            }
         }
     }
 

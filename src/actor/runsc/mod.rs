@@ -137,7 +137,13 @@ impl ActorBackend for RunscBackend {
         spec.check()?;
         let config = self.machine.shared.config(spec)?;
         let container = self.machine.run(&config, spec)?;
-        let actor = RunscActor::new(Arc::clone(&self.machine), spec.clone(), config, container);
+        let actor = RunscActor::new(
+            Arc::clone(&self.machine),
+            spec.clone(),
+            config,
+            container,
+            false,
+        );
         actor.make_folders()?;
         Ok(Box::new(actor))
     }

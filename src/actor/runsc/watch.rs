@@ -59,7 +59,7 @@ impl Life {
             ended: Mutex::new(None),
         };
         // The file is used with gaps, so twice what it may hold is what must do.
-        let largest = (2 * life.limit()).next_multiple_of(STEP) + STEP;
+        let largest = (life.limit() / STEP + 1).saturating_mul(2 * STEP);
         let rlimit = Rlimit {
             current: Some(largest),
             maximum: Some(largest),

@@ -105,7 +105,15 @@ impl Workplace {
     ///
     /// Fails with what it asks for and there is not, and what helps.
     pub fn check(&self, task: &RepositoryTask) -> Result<(), ActorError> {
-        self.spec(task)?;
+        let name = match task {
+            RepositoryTask::Harbor(task) => &task.name,
+            RepositoryTask::Swebench(instance) => &instance.instance_id,
+        };
+        let fits = |spec: &ActorSpec| match spec.check() {
+            Err(ActorError::InvalidSpec { reason }) => Err(invalid(format!("`{name}`: {reason}"))),
+            checked => checked,
+        };
+        fits(&self.spec(task)?)?;
         let RepositoryTask::Harbor(task) = task else {
             return Ok(());
         };
@@ -124,7 +132,7 @@ impl Workplace {
             (part.verify_job(&task.config, &|_| None))
                 .map_err(|error| invalid(format!("`{}`: {}", task.name, with_causes(&error))))?;
             if let Some(environment) = task.config.verifier_environment(part.step.as_ref()) {
-                self.harbor_spec(task, environment)?;
+                fits(&self.harbor_spec(task, environment)?)?;
             }
         }
         let bundled = task.parts.iter().any(|part| part.tests.is_empty());

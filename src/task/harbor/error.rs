@@ -70,6 +70,14 @@ pub enum HarborError {
         /// The link.
         path: PathBuf,
     },
+    /// Something in the task's folder is neither a file, a folder nor a link.
+    #[error(
+        "`{path}` is a pipe, a socket or a device; a task has files, folders and links to them"
+    )]
+    Special {
+        /// What it is.
+        path: PathBuf,
+    },
     /// The task asks for what nothing here can give.
     #[error("task `{folder}` cannot be run: {reason}")]
     Unsupported {

@@ -344,7 +344,7 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>, HarborError> {
         })
 }
 
-/// Refuses links that lead out of `root`, and folders with too much in them.
+/// Refuses links that lead out of `root`, what is no file, and folders with too much in them.
 pub(super) fn check_tree(root: &Path) -> Result<(), HarborError> {
     let io = |path: &Path, source| HarborError::Io {
         path: path.to_owned(),
@@ -372,6 +372,9 @@ pub(super) fn check_tree(root: &Path) -> Result<(), HarborError> {
                 if !is_inside {
                     return Err(HarborError::Outside { path });
                 }
+            } else if !kind.is_file() {
+                // A pipe is opened when somebody writes to it, which may be never.
+                return Err(HarborError::Special { path });
             }
         }
     }

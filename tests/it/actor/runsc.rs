@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use wardian::actor::runsc::{RunscBackend, RunscOptions};
 use wardian::actor::{
-    ActorBackend as _, ActorCommand, ActorError, ActorSpec, Ending, RootFs, TreeLimits, WarmPool,
+    ActorBackend as _, ActorCommand, ActorError, ActorSpec, Ending, RootFs, TreeLimits, User,
+    WarmPool,
 };
 
 use super::{assert_cpu_time_is_bounded, processes_naming, runs, runsc, sh, spec, text};
@@ -502,6 +503,34 @@ fn no_stream_of_the_host_is_open_to_guests() {
 }
 
 /// Without our own program in it no command can be started, and that would be our fault.
+/// Guests can see to it that nothing can be started any more, which is no fault of ours.
+#[test]
+fn an_actor_in_which_nothing_can_be_started_was_ended_by_its_guest() {
+    let scene = runsc();
+    let actor = scene.actor();
+    assert!(sh(&*actor, "chmod 700 /").is_success());
+    let other = ActorCommand {
+        user: Some(User {
+            uid: 1000,
+            gid: 1000,
+        }),
+        ..ActorCommand::shell("true")
+    };
+    let output = actor.exec(&other).unwrap();
+    let Ending::Killed { reason } = &output.ending else {
+        panic!("{output:?}");
+    };
+    assert!(reason.contains("no program could be started"), "{reason}");
+    // It has ended, for whoever asks.
+    assert_eq!(sh(&*actor, "true").ending, output.ending);
+    let error = actor
+        .get(Path::new("/workspace"), TreeLimits::default())
+        .unwrap_err();
+    assert!(error.is_guests_doing(), "{error}");
+    drop(actor);
+    scene.close();
+}
+
 #[test]
 fn our_program_cannot_be_taken_away() {
     let scene = runsc();

@@ -142,8 +142,8 @@ impl Paths {
         match header {
             Header::Old(text) => self.old = Some(marked_path(text, "a/")?),
             Header::New(text) => self.new = Some(marked_path(text, "b/")?),
-            Header::RenameFrom(text) => self.renamed.0 = Some(unquote(text)?),
-            Header::RenameTo(text) => self.renamed.1 = Some(unquote(text)?),
+            Header::RenameFrom(text) => self.renamed.0 = Some(bare_path(text)?),
+            Header::RenameTo(text) => self.renamed.1 = Some(bare_path(text)?),
             Header::NewFile(_) => self.is_new = true,
             Header::DeletedFile(_) => self.is_deleted = true,
             Header::Mode(_) | Header::Binary | Header::Other(_) => {}
@@ -182,18 +182,24 @@ impl Paths {
 
 /// Reads the path of a `---` or `+++` line.
 fn marked_path(text: &str, mark: &str) -> Option<Side> {
-    // GNU diff puts a time behind a tab.
-    let text = if text.starts_with('"') {
-        text
-    } else {
-        text.split('\t').next()?
+    // Git puts a tab behind a path with blanks, and GNU diff a time behind that. Without it, `patch` takes the path to
+    // end at its first blank.
+    let path = match text.split_once('\t') {
+        Some((path, _)) if !text.starts_with('"') => unquote(path)?,
+        _ => bare_path(text.trim_end_matches('\r'))?,
     };
-    let path = unquote(text.trim_end_matches('\r'))?;
     if path == "/dev/null" {
         return Some(Side::Nothing);
     }
     path.strip_prefix(mark)
         .map(|path| Side::File(path.to_owned()))
+}
+
+/// Reads a path with nothing behind it. One with blanks must be in quotes: `patch` takes others to end at the first, and
+/// so to be of another file.
+fn bare_path(text: &str) -> Option<String> {
+    let is_plain = text.starts_with('"') || !text.contains(char::is_whitespace);
+    is_plain.then(|| unquote(text)).flatten()
 }
 
 /// Returns the path of a first line that names the same file twice.

@@ -259,8 +259,18 @@ impl TestPaths {
                 || folder.ends_with(".dist-info")
                 || folder.ends_with(".egg-info")
         };
-        let stands_for_the_runner =
-            folders.is_empty() && matches!(name, "pytest.py" | "pluggy.py" | "toxfile.py");
+        // What is imported from the repository's root in place of the runner, as a file or a package of any kind;
+        // the runner's own repository has them.
+        let first_of = |path: &str| path.split('/').next().unwrap_or_default().to_owned();
+        let first = first_of(path);
+        let module = first.split('.').next().unwrap_or_default();
+        let is_mended = (self.reference.iter()).any(|reference| first_of(reference) == first);
+        let stands_for_the_runner = path == "bin/test"
+            || !is_mended
+                && matches!(
+                    module,
+                    "pytest" | "_pytest" | "pluggy" | "iniconfig" | "toxfile"
+                );
         folders.split('/').any(is_test_folder)
             || folders.split('/').any(is_read_by_itself)
             || stands_for_the_runner

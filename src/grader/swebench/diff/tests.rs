@@ -51,6 +51,27 @@ fn a_patch_without_heads_of_git_is_read_too() {
     assert_eq!(paths, ["x.py", "y.py"]);
 }
 
+/// `patch` takes the path of a line without a tab to end at its first blank, and would write another file.
+#[rstest]
+#[case::hunk("--- /dev/null\n+++ b/conftest.py x\n@@ -0,0 +1 @@\n+b\n")]
+#[case::hunk_of_git(
+    "diff --git a/conftest.py x b/conftest.py x\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py x\n@@ -0,0 +1 @@\n+b\n"
+)]
+#[case::rename("diff --git a/x.py b/conftest.py x\nrename from x.py\nrename to conftest.py x\n")]
+fn a_path_with_blanks_ends_where_git_says(#[case] patch: &str) {
+    let error = parse_diff(patch).unwrap_err();
+    assert!(matches!(error, DiffError::Malformed { .. }), "{error}");
+    let closed = patch.replace("+++ b/conftest.py x", "+++ b/conftest.py x\t");
+    if closed != patch {
+        let files = parse_diff(&closed).unwrap();
+        assert_eq!(files[0].new.as_deref(), Some("conftest.py x"));
+        assert!(
+            files[0].text.contains("+++ b/conftest.py x\t\n"),
+            "the tab is kept"
+        );
+    }
+}
+
 #[test]
 fn quoted_paths_are_read() {
     let patch = file("src/a.py").replace("a/src/a.py", "\"a/\\303\\251 \\\"q\\\".py\"");
@@ -183,8 +204,22 @@ proptest::proptest! {
 #[case("src/x.egg-info/entry_points.txt", true)]
 #[case("pytest.py", true)]
 #[case("toxfile.py", true)]
+#[case("pytest/__main__.py", true)]
+#[case("_pytest/config/__init__.py", true)]
+#[case("pluggy.cpython-312-x86_64-linux-gnu.so", true)]
+#[case("bin/test", true)]
+#[case("bin/doctest", false)]
 #[case("src/pytest.py", false)]
 #[case("src/flask/customize.py", false)]
 fn what_a_runner_reads_by_itself_is_of_the_tests(#[case] path: &str, #[case] expected: bool) {
     assert_eq!(TestPaths::default().contain(path), expected);
+}
+
+#[test]
+fn the_runners_own_repository_is_mended_as_others_are() {
+    let reference = parse_diff(&file("_pytest/mark.py")).unwrap();
+    let tests = TestPaths::new(&[], &reference);
+    assert!(!tests.contain("_pytest/mark.py"));
+    assert!(!tests.contain("_pytest/python.py"));
+    assert!(tests.contain("pluggy/__init__.py"));
 }
