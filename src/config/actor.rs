@@ -53,7 +53,8 @@ pub struct ActorConfig {
     #[schemars(with = "units::SizeText")]
     pub disk: ByteSize,
     /// What the artifacts of a Harbor task may hold together, which are handed to a verifier of its own; 256MiB
-    /// unless given. Of each rollout that is judged as much is in memory, a few times over.
+    /// unless given. Of each rollout that is judged as much is in memory, a few times over. Where it is more than
+    /// 256MiB, a folder that a task brings to its actor may hold as much, too.
     #[serde(with = "units::byte_size")]
     #[schemars(with = "units::SizeText")]
     pub artifacts: ByteSize,

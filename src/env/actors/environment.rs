@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use indexmap::IndexMap;
 use serde_json::Value;
 
+use super::patch::Untold;
 use super::slots::Slot;
 use super::start::GroupStart;
 use super::tools::{BASH, EDIT, Ran, SUBMIT, actor_tools, bash};
@@ -320,14 +321,20 @@ impl ActorEnvironment {
             result.status = Some(EpisodeStatus::NoSubmission);
             return Ok(result);
         };
-        let changes = match start.base() {
-            Some(base) => base.changes(&*actor, instance.workdir())?,
-            None => Err("the repository was not looked at before".to_owned()),
-        };
+        let base = start.base().ok_or_else(|| ActorError::InvalidSpec {
+            reason: "the repository was not looked at before".to_owned(),
+        })?;
+        let began = Instant::now();
+        let changes = base.changes(&*actor, instance.workdir())?;
         // One actor at a time: the policy's makes room for the tests'.
         actor.destroy()?;
         let verdict = match changes {
-            Err(why) => Verdict::invalid(1, &why, GradeUsage::default()),
+            Err(Untold { why, timed_out })
+                if timed_out && !base.is_told_in_time(start, instance, began)? =>
+            {
+                Verdict::infra_error(1, &why, GradeUsage::default())
+            }
+            Err(Untold { why, .. }) => Verdict::invalid(1, &why, GradeUsage::default()),
             Ok(patch) => {
                 let place = start.place();
                 let grader = InstanceGrader {

@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::precedence::Precedence;
 use super::{ActorSandbox, users};
 use crate::actor::{
-    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, Entry, FileTree, TreeLimits, User,
+    Actor, ActorBackend, ActorCommand, ActorError, ActorSpec, Ending, Entry, FileTree, TreeLimits,
+    User,
 };
 use crate::grader::{GradingUser, Verification, VerifyJob, verify};
 use crate::task::harbor::{Artifact, HarborPart, TaskConfig, VerifierMode};
@@ -51,6 +53,7 @@ pub fn judge_trial(
     agent: &dyn Actor,
     artifacts: u64,
 ) -> Result<HarborJudgement, ActorError> {
+    let _first = Precedence::of(agent);
     let own = part.step.as_ref().map(|step| &step.verifier.collect);
     for hook in config
         .verifier
@@ -61,7 +64,10 @@ pub fn judge_trial(
         let mut command = ActorCommand::shell(hook.command.clone());
         command.user = users::find(backend, agent, hook.user.as_ref())?;
         command.timeout = Duration::try_from_secs_f64(hook.timeout_sec).unwrap_or(Duration::MAX);
-        agent.exec(&command)?;
+        if let Ending::TimedOut { .. } = agent.exec(&command)?.ending {
+            // As a verifier, it has its time once more.
+            agent.exec(&command)?;
+        }
     }
     let mut verify_in = |actor: &dyn Actor| -> Result<Verification, ActorError> {
         let user = users::find(backend, actor, part.verifier_user(config))?;
@@ -77,8 +83,11 @@ pub fn judge_trial(
     let own = part.step.as_ref().map(|step| &step.artifacts);
     let declared = config.artifacts.iter().chain(own.into_iter().flatten());
     let verifier = backend.create(spec)?;
-    let artifacts = hand_over(agent, verifier.as_ref(), declared, artifacts)?;
-    let verification = verify_in(verifier.as_ref())?;
+    let (artifacts, verification) = {
+        let _first = Precedence::of(&*verifier);
+        let artifacts = hand_over(agent, &*verifier, declared, artifacts)?;
+        (artifacts, verify_in(&*verifier)?)
+    };
     verifier.destroy()?;
     Ok(HarborJudgement {
         verification,
@@ -118,8 +127,8 @@ fn without_links(tree: &FileTree) -> Result<FileTree, ActorError> {
 ///
 /// # Errors
 ///
-/// Fails where an actor does by our fault, and where there is more than `most` bytes; what else the agent brought about
-/// is in what is kept.
+/// Fails where an actor does by our fault or is late, and where there is more than `most` bytes; what else the agent
+/// brought about is in what is kept.
 fn hand_over<'a>(
     agent: &dyn Actor,
     verifier: &dyn Actor,
@@ -156,7 +165,8 @@ fn hand_over<'a>(
                     };
                     return Err(ActorError::TooManyArtifacts { limit, unit });
                 }
-                Err(error) if !error.is_guests_doing() => return Err(error),
+                // What was late is not missing.
+                Err(error) if !error.is_guests_doing() || error.is_late() => return Err(error),
                 Err(error) => Err(error),
                 Ok(tree) => {
                     let bytes = bytes_of(&tree);

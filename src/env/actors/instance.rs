@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::control::Control;
+use super::precedence::Precedence;
 use super::{ActorSandbox, Controls};
 use crate::actor::{Actor, ActorBackend, ActorCommand, ActorError, ActorSpec};
 use crate::grader::VerdictStatus;
@@ -108,6 +109,7 @@ impl InstanceGrader<'_> {
             let grade = self.grade_alone(&self.instance.reference(), None)?;
             Ok(Control {
                 is_sound: grade.verdict.status == VerdictStatus::Passed,
+                timed_out: grade.timed_out,
                 seconds: grade.seconds,
             })
         })
@@ -136,7 +138,10 @@ impl InstanceGrader<'_> {
             reference_size: instance.reference_size(),
             reference_seconds,
         };
-        let grade = grade_patch(&ActorSandbox::new(actor.as_ref()), &job);
+        let grade = {
+            let _first = Precedence::of(&*actor);
+            grade_patch(&ActorSandbox::new(&*actor), &job)
+        };
         actor.destroy()?;
         Ok(grade)
     }

@@ -5,9 +5,13 @@
 //! another actor. Who breaks `git` has no patch.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput};
+use super::control::Control;
+use super::precedence::Precedence;
+use super::start::GroupStart;
+use crate::actor::{Actor, ActorCommand, ActorError, ActorOutput, Ending};
+use crate::task::swebench::SwebenchInstance;
 
 /// How long `git` may take to look at all files.
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -49,24 +53,89 @@ impl Base {
             })
     }
 
-    /// Returns what differs from it by now, or why that cannot be told, which is the policy's doing.
+    /// Returns what differs from it by now, or why that cannot be told. That is the policy's doing, unless it is late
+    /// and [is so without it](Self::is_told_in_time).
     pub(super) fn changes(
         &self,
         actor: &dyn Actor,
         folder: &str,
-    ) -> Result<Result<String, String>, ActorError> {
-        let noted = run(actor, folder, NOTE, &[&self.0])?;
+    ) -> Result<Result<String, Untold>, ActorError> {
+        let _first = Precedence::of(actor);
+        let noted = run_patiently(actor, folder, NOTE, &[&self.0])?;
         let Some(now) = name_of(&noted) else {
-            return Ok(Err(why("noting the state", &noted)));
+            return Ok(Err(Untold::of("noting the state", &noted)));
         };
-        let output = run(actor, folder, COMPARE, &[&self.0, &now])?;
+        let output = run_patiently(actor, folder, COMPARE, &[&self.0, &now])?;
         if !output.is_success() {
-            return Ok(Err(why("comparing", &output)));
+            return Ok(Err(Untold::of("comparing", &output)));
         }
         if output.stdout.is_truncated() {
-            return Ok(Err(format!("the patch has more than {MAX_PATCH} bytes")));
+            return Ok(Err(Untold {
+                why: format!("the patch has more than {MAX_PATCH} bytes"),
+                timed_out: false,
+            }));
         }
         Ok(Ok(output.stdout.text()))
+    }
+
+    /// Finds out whether it is told in time what differs where no policy has been, and was since `late`.
+    pub(super) fn is_told_in_time(
+        &self,
+        start: &GroupStart,
+        instance: &SwebenchInstance,
+        late: Instant,
+    ) -> Result<bool, ActorError> {
+        let key = format!("{}\0changes", instance.instance_id);
+        let found = start.place().controls().of(&key, Some(late), || {
+            let actor = start.actor()?;
+            let told = self.changes(&*actor, instance.workdir())?;
+            Ok(Control {
+                is_sound: told.is_ok(),
+                timed_out: told.is_err_and(|untold| untold.timed_out),
+                seconds: 0.0,
+            })
+        });
+        Ok(found?.is_sound)
+    }
+}
+
+/// Why it cannot be told what a policy changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Untold {
+    pub(super) why: String,
+    /// Whether `git` ran out of its time, as it also may on a machine that is busy with something else.
+    pub(super) timed_out: bool,
+}
+
+impl Untold {
+    fn of(what: &str, output: &ActorOutput) -> Self {
+        let said = output.stderr.text();
+        let said: String = said.trim().chars().take(300).collect();
+        Self {
+            why: format!(
+                "{what} of the repository failed ({:?}): {said}",
+                output.ending
+            ),
+            timed_out: is_late(output),
+        }
+    }
+}
+
+fn is_late(output: &ActorOutput) -> bool {
+    matches!(output.ending, Ending::TimedOut { .. })
+}
+
+/// Runs a script, and once more where it ran out of its time.
+fn run_patiently(
+    actor: &dyn Actor,
+    folder: &str,
+    script: &str,
+    arguments: &[&str],
+) -> Result<ActorOutput, ActorError> {
+    let output = run(actor, folder, script, arguments)?;
+    match is_late(&output) {
+        true => run(actor, folder, script, arguments),
+        false => Ok(output),
     }
 }
 
@@ -92,13 +161,4 @@ fn name_of(output: &ActorOutput) -> Option<String> {
     let is_name =
         (40..=64).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     (output.is_success() && is_name).then(|| name.to_owned())
-}
-
-fn why(what: &str, output: &ActorOutput) -> String {
-    let said = output.stderr.text();
-    let said: String = said.trim().chars().take(300).collect();
-    format!(
-        "{what} of the repository failed ({:?}): {said}",
-        output.ending
-    )
 }

@@ -2,19 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Workplace;
+use super::health::{Sick, wait_healthy};
 use super::instance::start_instance;
 use super::patch::Base;
+use super::precedence::Precedence;
 use super::users;
-use crate::actor::{
-    Actor, ActorCommand, ActorError, ActorSnapshot, ActorSpec, FileTree, TreeLimits, User,
-};
+use crate::actor::{Actor, ActorCommand, ActorError, ActorSnapshot, ActorSpec, User};
 use crate::causes::with_causes;
-use crate::grader::{GradeUsage, Verdict};
 use crate::task::RepositoryTask;
-use crate::task::harbor::{HarborPart, HarborTask, Healthcheck};
+use crate::task::harbor::{HarborPart, HarborTask};
 
 /// The folders that Harbor's agents and verifiers expect.
 const HARBOR_FOLDERS: &str =
@@ -82,25 +81,26 @@ impl GroupStart {
     pub(super) fn actor(&self) -> Result<Box<dyn Actor>, ActorError> {
         let is_shared = self.members > 1 && self.place.backend().capabilities().snapshot;
         if !is_shared {
-            return self.own_actor(&[]);
+            return self.prepared(&self.place.spec(&self.task)?);
         }
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) = kept.clone() {
             return kept.restore();
         }
-        let actor = self.own_actor(&[])?;
+        let actor = self.prepared(&self.place.spec(&self.task)?)?;
         *kept = Some(actor.snapshot()?);
         Ok(actor)
     }
 
-    /// Starts one that nobody else starts from, in which these folders can be written, too.
+    /// Starts one for a control, in which this folder can be written, too.
     ///
     /// # Errors
     ///
     /// As for [`Self::actor`].
-    pub(super) fn own_actor(&self, writable: &[&str]) -> Result<Box<dyn Actor>, ActorError> {
+    pub(super) fn actor_with(&self, folder: &str) -> Result<Box<dyn Actor>, ActorError> {
         let mut spec = self.place.spec(&self.task)?;
-        spec.writable.extend(writable.iter().map(PathBuf::from));
+        spec.writable.push(PathBuf::from(folder));
+        spec.is_rare = true;
         self.prepared(&spec)
     }
 
@@ -137,33 +137,13 @@ impl GroupStart {
                 let _ = self.users.set(users);
                 if let Some(check) = &task.config.environment.healthcheck {
                     let health = wait_healthy(&self.place, &*actor, check)?;
-                    health.map_err(|sick| sick.of(task))?;
+                    health.map_err(|sick| sick.fault(task))?;
                 }
                 let begun = begin_part(&self.place, &*actor, task, 0)?;
-                begun.map_err(|sick| sick.of(task))?;
+                begun.map_err(|sick| sick.fault(task))?;
                 Ok(actor)
             }
         }
-    }
-}
-
-/// Why a sandbox is not ready, as its health check has it. Whose doing that is depends on who was there before.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Sick(pub(super) String);
-
-impl Sick {
-    /// Returns the fault of one where no policy has been.
-    fn of(self, task: &HarborTask) -> ActorError {
-        ActorError::Backend {
-            activity: format!("checking the health of the sandbox for `{}`", task.name),
-            message: self.0,
-        }
-    }
-
-    /// Returns the verdict of a trial that nobody can go on with.
-    pub(super) fn verdict(self) -> Verdict {
-        let message = format!("the health check of the next step failed: {}", self.0);
-        Verdict::infra_error(1, &message, GradeUsage::default())
     }
 }
 
@@ -171,7 +151,7 @@ impl Sick {
 ///
 /// # Errors
 ///
-/// Fails where the actor does, and where the run ends.
+/// Fails where the actor does by our fault, where the task's folder cannot be read, and where the run ends.
 pub(super) fn begin_part(
     place: &Workplace,
     actor: &dyn Actor,
@@ -181,9 +161,14 @@ pub(super) fn begin_part(
     let Some(HarborPart { workdir, step, .. }) = task.parts.get(part) else {
         return Ok(Ok(()));
     };
+    let _first = Precedence::of(actor);
     if let Some(folder) = workdir {
-        let tree = FileTree::read_from(folder, TreeLimits::default())?;
-        actor.put(&actor.spec().workdir.clone(), &tree)?;
+        let tree = place.read_tree(folder)?;
+        match actor.put(&actor.spec().workdir.clone(), &tree) {
+            // What is in the actor is in the way.
+            Err(error) if error.is_guests_doing() => return Ok(Err(Sick::of_error(&error))),
+            put => put?,
+        }
     }
     match step.as_ref().and_then(|step| step.healthcheck.as_ref()) {
         Some(check) => wait_healthy(place, actor, check),
@@ -215,53 +200,15 @@ fn must(
     script: &str,
     timeout: Duration,
 ) -> Result<(), ActorError> {
-    run(actor, script, timeout)?.map_err(|message| ActorError::Backend {
-        activity: format!("{what} for `{task}`"),
-        message,
-    })
-}
-
-/// Runs a script; returns why it did not succeed, where it did not.
-fn run(
-    actor: &dyn Actor,
-    script: &str,
-    timeout: Duration,
-) -> Result<Result<(), String>, ActorError> {
     let mut command = ActorCommand::shell(script);
     command.cwd = Some(Path::new("/").to_owned());
     command.timeout = timeout;
     let output = actor.exec(&command)?;
-    Ok(match output.is_success() {
+    match output.is_success() {
         true => Ok(()),
-        false => Err(format!(
-            "{:?}: {}",
-            output.ending,
-            output.stderr.text().trim()
-        )),
-    })
-}
-
-/// Waits until a sandbox says that it is ready.
-fn wait_healthy(
-    place: &Workplace,
-    actor: &dyn Actor,
-    check: &Healthcheck,
-) -> Result<Result<(), Sick>, ActorError> {
-    let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(STEP_TIMEOUT);
-    let started = Instant::now();
-    let mut failures = 0;
-    loop {
-        let tried = run(actor, &check.command, seconds(check.timeout_sec))?;
-        let Err(why) = tried else { return Ok(Ok(())) };
-        let is_starting = started.elapsed() < seconds(check.start_period_sec);
-        failures += i64::from(!is_starting);
-        if failures >= check.retries.max(1) {
-            return Ok(Err(Sick(why)));
-        }
-        let pause = match is_starting {
-            true => check.start_interval_sec,
-            false => check.interval_sec,
-        };
-        place.pause(seconds(pause).min(STEP_TIMEOUT))?;
+        false => Err(ActorError::Backend {
+            activity: format!("{what} for `{task}`"),
+            message: format!("{:?}: {}", output.ending, output.stderr.text().trim()),
+        }),
     }
 }

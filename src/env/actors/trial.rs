@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use super::HarborJudgement;
 use super::reference::{begins, judge_part, verifies};
 use super::start::{GroupStart, begin_part};
+use super::{HarborJudgement, reference};
 use crate::actor::{Actor, ActorError};
 use crate::causes::with_causes;
 use crate::grader::{GradeUsage, RewardFault, Rewards, Verdict, harbor_verdict};
@@ -46,8 +46,8 @@ impl Trial {
     /// Judges the part that the policy is at. `is_cut_off` says that it can work on no other.
     ///
     /// A part whose verifier leaves no reward has earned nothing where it leaves one for an actor in which no
-    /// policy has been, and otherwise cannot be judged. Likewise a next part whose health check fails ends the
-    /// trial where it does not fail without the policy.
+    /// policy has been, and otherwise cannot be judged. Likewise a next part that does not begin ends the trial where
+    /// it does begin without the policy.
     ///
     /// # Errors
     ///
@@ -68,10 +68,7 @@ impl Trial {
             Ok(HarborJudgement { verification, .. }) => match verification.rewards {
                 Ok(rewards) => (rewards, Some(actor)),
                 Err(_) if verification.is_our_fault => {
-                    return Err(ActorError::Backend {
-                        activity: format!("judging `{}`", task.name),
-                        message: verification.output,
-                    });
+                    return Err(reference::unjudged(task, verification));
                 }
                 Err(fault) => {
                     let ended = verification.ended;
@@ -86,7 +83,8 @@ impl Trial {
             Err(error) if error.is_guests_doing() => {
                 tracing::warn!(task = task.name, error = %with_causes(&error), "a part cannot be judged");
                 drop(actor);
-                match verifies(start, task, number, None)? {
+                let late = error.is_late().then_some(began);
+                match verifies(start, task, number, late)? {
                     true => (nothing(), None),
                     false => return Err(error),
                 }
@@ -101,19 +99,16 @@ impl Trial {
         }
         let actor = match actor {
             Some(actor) if !is_cut_off => {
-                match begin_part(start.place(), &*actor, task, number + 1) {
-                    Ok(Ok(())) => return Ok((Judged::GoesOn, Some(actor))),
-                    Ok(Err(sick)) => {
-                        actor.destroy()?;
-                        if !begins(start, task, number + 1)? {
-                            return Ok((Judged::Over(sick.verdict()), None));
-                        }
-                        None
-                    }
-                    // What the policy left is in the way.
-                    Err(error) if error.is_guests_doing() => None,
-                    Err(error) => return Err(error),
+                let began = Instant::now();
+                let Err(sick) = begin_part(start.place(), &*actor, task, number + 1)? else {
+                    return Ok((Judged::GoesOn, Some(actor)));
+                };
+                drop(actor);
+                let late = sick.is_late().then_some(began);
+                if !begins(start, task, number + 1, late)? {
+                    return Ok((Judged::Over(sick.verdict()), None));
                 }
+                None
             }
             // Without the actor there is nothing to go on with.
             actor => actor,

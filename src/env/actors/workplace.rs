@@ -1,12 +1,14 @@
 //! What the episodes of a run share: where actors come from, what they start from and how many there may be.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Controls;
 use super::slots::{Slot, Slots};
-use crate::actor::{ActorBackend, ActorError, ActorLimits, ActorSpec, RootFs};
+use crate::actor::{
+    ActorBackend, ActorError, ActorLimits, ActorSpec, FileTree, RootFs, TreeLimits,
+};
 use crate::causes::with_causes;
 use crate::task::RepositoryTask;
 use crate::task::harbor::{EnvironmentConfig, HarborPart, HarborTask};
@@ -77,6 +79,30 @@ impl Workplace {
         self.slots.load()
     }
 
+    /// Reads a folder of a task's, which is brought to an actor.
+    ///
+    /// # Errors
+    ///
+    /// Fails where it cannot be read, and where it is larger than a tree may be: no policy had a part in it.
+    pub(super) fn read_tree(&self, folder: &Path) -> Result<FileTree, ActorError> {
+        let least = TreeLimits::default();
+        let limits = TreeLimits {
+            bytes: self.config.artifacts.max(least.bytes),
+            ..least
+        };
+        FileTree::read_from(folder, limits).map_err(|error| {
+            let remedy = match &error {
+                ActorError::TreeTooLarge { unit: "bytes", .. } => "; raise `actor.artifacts`",
+                _ => "",
+            };
+            invalid(format!(
+                "`{}` of the task cannot be brought to it: {}{remedy}",
+                folder.display(),
+                with_causes(&error)
+            ))
+        })
+    }
+
     /// Waits for room for an actor; none once the run ends, or `is_over`.
     pub(super) fn room(&self, is_over: &dyn Fn() -> bool) -> Option<Slot> {
         self.slots.take(is_over)
@@ -93,6 +119,7 @@ impl Workplace {
     /// Ends all actors, whatever runs in them, and waits until their episodes have noticed. No other is started.
     pub fn close(&self) {
         self.slots.close();
+        self.controls.close();
         self.backend.shut_down();
         if !self.slots.wait_free(ENDING) {
             tracing::warn!("actors have not ended in time; the next run deletes what they leave");

@@ -1,5 +1,6 @@
 //! Episodes in actors that do what a test says.
 
+mod controls;
 mod instances;
 mod scripted;
 mod trials;
@@ -14,7 +15,7 @@ use self::scripted::Scripted;
 use super::{ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig};
 use crate::actor::{ActorCommand, ActorLimits, Ending, RootFs};
 use crate::chat::{ParsedTurn, ToolCall};
-use crate::env::{Environment as _, StepResult};
+use crate::env::{Environment as _, EpisodeStatus, StepResult};
 use crate::grader::swebench::SwebenchBonus;
 use crate::task::{Task, TaskOptions, TaskSet};
 
@@ -22,6 +23,34 @@ use crate::task::{Task, TaskOptions, TaskSet};
 const REWARD: &str = "/logs/verifier/reward.txt";
 
 const FAILED: Ending = Ending::Exited { code: 1 };
+
+const PLAIN: [(&str, &str); 3] = [
+    ("task.toml", "[environment]\ndocker_image = \"a\"\n"),
+    ("instruction.md", "Do it."),
+    ("tests/test.sh", "judge"),
+];
+const SOLUTION: (&str, &str) = ("solution/solve.sh", "solve");
+
+const STEPS: [(&str, &str); 5] = [
+    (
+        "task.toml",
+        "[environment]\ndocker_image = \"a\"\n[[steps]]\nname = \"one\"\n[[steps]]\nname = \"two\"\n\
+         [steps.healthcheck]\ncommand = \"healthy\"\nretries = 1\n",
+    ),
+    ("steps/one/instruction.md", "First."),
+    ("steps/one/tests/test.sh", "judge"),
+    ("steps/two/instruction.md", "Then."),
+    ("steps/two/tests/test.sh", "judge"),
+];
+
+fn end(result: &StepResult) -> (bool, Option<f64>, Option<EpisodeStatus>) {
+    (result.done, result.reward, result.status)
+}
+
+const FAILED_WITH_0: (bool, Option<f64>, Option<EpisodeStatus>) =
+    (true, Some(0.0), Some(EpisodeStatus::Failed));
+const OURS: (bool, Option<f64>, Option<EpisodeStatus>) =
+    (true, None, Some(EpisodeStatus::InfraError));
 
 fn late() -> Ending {
     Ending::TimedOut {
@@ -38,12 +67,16 @@ fn is_verifier(command: &ActorCommand) -> bool {
 }
 
 fn place(backend: &Arc<Scripted>) -> Arc<Workplace> {
+    place_with(backend, None)
+}
+
+fn place_with(backend: &Arc<Scripted>, repositories: Option<&Path>) -> Arc<Workplace> {
     let backend = Arc::clone(backend);
     Arc::new(Workplace::new(
         backend,
         WorkplaceConfig {
             root: Some(RootFs::Host),
-            repositories: None,
+            repositories: repositories.map(Path::to_owned),
             limits: ActorLimits::default(),
             artifacts: 100,
             max_actors: 1,
@@ -58,7 +91,9 @@ fn task(folder: &Path, files: &[(&str, &str)]) -> Task {
         fs_err::create_dir_all(path.parent().unwrap()).unwrap();
         fs_err::write(path, text).unwrap();
     }
-    let tasks = TaskSet::open_with(folder, &TaskOptions::default()).unwrap();
+    let rows = files.iter().find(|(name, _)| name.ends_with(".jsonl"));
+    let path = rows.map_or_else(|| folder.to_owned(), |(name, _)| folder.join(name));
+    let tasks = TaskSet::open_with(&path, &TaskOptions::default()).unwrap();
     tasks.tasks()[0].clone()
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use crate::actor::{
@@ -17,6 +17,8 @@ pub(super) struct Inside {
     /// Which of all actors it is, from 0.
     pub(super) number: usize,
     pub(super) files: BTreeMap<PathBuf, Vec<u8>>,
+    /// Whether it comes before others.
+    pub(super) is_first: bool,
 }
 
 impl Inside {
@@ -30,7 +32,8 @@ impl Inside {
     }
 }
 
-/// Says what a command, as one line, prints, or how it ends otherwise than with 0.
+/// Says what a command, as one line, prints, or how it ends otherwise than with 0. Trees are moved by `put FOLDER` and
+/// `get PATH`, which print nothing.
 type Script = dyn Fn(&mut Inside, &str, &ActorCommand) -> Result<String, Ending> + Send + Sync;
 
 /// Runs actors by a script.
@@ -38,6 +41,7 @@ pub(super) struct Scripted {
     script: Arc<Script>,
     count: AtomicUsize,
     live: Arc<AtomicUsize>,
+    rare: AtomicUsize,
 }
 
 impl std::fmt::Debug for Scripted {
@@ -57,12 +61,18 @@ impl Scripted {
             script: Arc::new(script),
             count: AtomicUsize::new(0),
             live: Arc::default(),
+            rare: AtomicUsize::new(0),
         })
     }
 
     /// Returns how many actors were started.
     pub(super) fn started(&self) -> usize {
         self.count.load(Ordering::SeqCst)
+    }
+
+    /// Returns how many of them were of a kind that is rarely asked for.
+    pub(super) fn rare(&self) -> usize {
+        self.rare.load(Ordering::SeqCst)
     }
 
     /// Returns how many there are.
@@ -94,6 +104,7 @@ impl ActorBackend for Scripted {
 
     fn create(&self, spec: &ActorSpec) -> Result<Box<dyn Actor>, ActorError> {
         self.live.fetch_add(1, Ordering::SeqCst);
+        (self.rare).fetch_add(usize::from(spec.is_rare), Ordering::SeqCst);
         let inside = Inside {
             number: self.count.fetch_add(1, Ordering::SeqCst),
             ..Inside::default()
@@ -117,6 +128,28 @@ struct ScriptedActor {
 impl std::fmt::Debug for ScriptedActor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ScriptedActor").finish_non_exhaustive()
+    }
+}
+
+impl ScriptedActor {
+    /// Moves a tree as the script says.
+    fn transfer(&self, what: &str, path: &Path) -> Result<MutexGuard<'_, Inside>, ActorError> {
+        let mut inside = self.inside.lock().unwrap();
+        let command = ActorCommand::new([what.to_owned(), path.display().to_string()]);
+        let path = path.to_owned();
+        let message = String::new();
+        match (self.script)(&mut inside, &command.argv.join(" "), &command) {
+            Ok(_) => Ok(inside),
+            Err(Ending::TimedOut { limit }) => Err(ActorError::TreeLate { path, limit }),
+            Err(Ending::Exited { .. }) if what == "put" => {
+                Err(ActorError::Unwritable { path, message })
+            }
+            Err(Ending::Exited { .. }) => Err(ActorError::Unreadable { path, message }),
+            Err(_) => Err(ActorError::Ended {
+                id: "scripted".to_owned(),
+                reason: message,
+            }),
+        }
     }
 }
 
@@ -154,7 +187,7 @@ impl Actor for ScriptedActor {
     }
 
     fn put(&self, folder: &Path, tree: &FileTree) -> Result<(), ActorError> {
-        let mut inside = self.inside.lock().unwrap();
+        let mut inside = self.transfer("put", folder)?;
         for (path, entry) in tree.iter() {
             if let Entry::File { bytes, .. } = entry {
                 inside.files.insert(folder.join(path), bytes.clone());
@@ -164,7 +197,7 @@ impl Actor for ScriptedActor {
     }
 
     fn get(&self, path: &Path, limits: TreeLimits) -> Result<FileTree, ActorError> {
-        let inside = self.inside.lock().unwrap();
+        let inside = self.transfer("get", path)?;
         let Some(bytes) = inside.files.get(path) else {
             return Err(ActorError::Unreadable {
                 path: path.to_owned(),
@@ -178,6 +211,10 @@ impl Actor for ScriptedActor {
             });
         }
         FileTree::of_file(path.file_name().unwrap(), bytes.clone())
+    }
+
+    fn come_first(&self, is_first: bool) {
+        self.inside.lock().unwrap().is_first = is_first;
     }
 
     fn snapshot(&self) -> Result<Arc<dyn ActorSnapshot>, ActorError> {

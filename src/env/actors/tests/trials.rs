@@ -1,35 +1,6 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
-use crate::env::EpisodeStatus;
-
-const PLAIN: [(&str, &str); 3] = [
-    ("task.toml", "[environment]\ndocker_image = \"a\"\n"),
-    ("instruction.md", "Do it."),
-    ("tests/test.sh", "judge"),
-];
-const SOLUTION: (&str, &str) = ("solution/solve.sh", "solve");
-
-const STEPS: [(&str, &str); 5] = [
-    (
-        "task.toml",
-        "[environment]\ndocker_image = \"a\"\n[[steps]]\nname = \"one\"\n[[steps]]\nname = \"two\"\n\
-         [steps.healthcheck]\ncommand = \"healthy\"\nretries = 1\n",
-    ),
-    ("steps/one/instruction.md", "First."),
-    ("steps/one/tests/test.sh", "judge"),
-    ("steps/two/instruction.md", "Then."),
-    ("steps/two/tests/test.sh", "judge"),
-];
-
-fn end(result: &StepResult) -> (bool, Option<f64>, Option<EpisodeStatus>) {
-    (result.done, result.reward, result.status)
-}
-
-const FAILED_WITH_0: (bool, Option<f64>, Option<EpisodeStatus>) =
-    (true, Some(0.0), Some(EpisodeStatus::Failed));
-const OURS: (bool, Option<f64>, Option<EpisodeStatus>) =
-    (true, None, Some(EpisodeStatus::InfraError));
 
 /// The policy's actor is the first; the check fails there alone, or wherever it is asked.
 #[test]
