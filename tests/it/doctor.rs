@@ -384,6 +384,31 @@ fn a_program_that_tasks_need_is_missed() {
 }
 
 #[test]
+fn what_is_to_be_typed_names_the_whole_run_and_nothing_is_left_in_the_cache() {
+    let patient = Patient::new();
+    let arguments = [
+        "--model",
+        "starter",
+        "--tasks",
+        "starter",
+        "--set",
+        "trainer.memory_budget = '1MiB'",
+    ];
+    let found = patient.examine(&arguments);
+    let options = r"--model starter --tasks starter --set 'trainer.memory_budget = '\''1MiB'\'''";
+    found.shows(
+        "memory",
+        "",
+        &format!("wardian plan {options} --memory SIZE"),
+    );
+    let cache = fs_err::read_dir(patient.path().join("cache"));
+    let left: Vec<_> = (cache.into_iter().flatten())
+        .map(|entry| entry.expect("it is listed").file_name())
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
 fn few_open_files_are_found() {
     let patient = Patient::new();
     let mut command = patient.command("sh");

@@ -43,6 +43,15 @@ pub(super) struct Loaded {
 /// Resolves the configuration: the file, or the starter's where neither a file nor a model is named;
 /// then a preset that `--set` names; then the arguments; then `--set`.
 pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
+    resolve_with(args, CacheFolder::User.path())
+}
+
+/// Does what [`resolve`] does, and leaves nothing in the cache: the starter's files end with what is returned.
+pub(super) fn resolve_apart(args: &ConfigArgs) -> Result<Resolved, Failure> {
+    resolve_with(args, None)
+}
+
+fn resolve_with(args: &ConfigArgs, cache: Option<PathBuf>) -> Result<Resolved, Failure> {
     let mut sets = Vec::new();
     let quoted = |text: &str| toml::Value::String(text.to_owned()).to_string();
     sets.extend(
@@ -102,7 +111,7 @@ pub(super) fn resolve(args: &ConfigArgs) -> Result<Resolved, Failure> {
             .map(|environment| &environment.path),
     );
     if is_starter(&config.model.path) || task_paths.any(is_starter) {
-        let folder = match CacheFolder::User.path() {
+        let folder = match cache {
             Some(folder) => folder,
             None => scratch
                 .insert(tempfile::tempdir().map_err(Failure::internal)?)

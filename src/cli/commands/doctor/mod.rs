@@ -74,19 +74,39 @@ impl DoctorArgs {
 
     /// The options that name the run, for a command that is to be typed.
     fn run_options(&self) -> String {
-        let mut options = String::new();
-        let paths = [
+        let ConfigArgs {
+            config,
+            model,
+            tasks,
+            seed,
+            overrides,
+        } = &self.config;
+        let one = [
             (
                 "config",
-                self.config.config.as_ref().map(|p| p.display().to_string()),
+                config.as_ref().map(|path| path.display().to_string()),
             ),
-            ("model", self.config.model.clone()),
-            ("tasks", self.config.tasks.clone()),
+            ("model", model.clone()),
+            ("tasks", tasks.clone()),
+            ("seed", seed.map(|seed| seed.to_string())),
         ];
-        for (name, value) in paths {
-            options.extend(value.map(|value| format!(" --{name} {value}")));
-        }
-        options
+        let one = one
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value?)));
+        let sets = overrides.iter().map(|set| ("set", set.clone()));
+        one.chain(sets)
+            .map(|(name, value)| format!(" --{name} {}", typed(&value)))
+            .collect()
+    }
+}
+
+/// Returns a word as it is typed in a shell.
+fn typed(word: &str) -> String {
+    let is_plain =
+        |character: char| character.is_ascii_alphanumeric() || "-_./:=,+@%".contains(character);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
     }
 }
 
@@ -105,6 +125,8 @@ struct Scope {
     model: Option<ModelConfig>,
     /// Whether tasks of the run need a shell or a repository.
     needs_actors: bool,
+    /// The starter's files, which are there as long as this, where the run names them.
+    _starter: Option<tempfile::TempDir>,
 }
 
 /// A check that runs on a thread of its own.
@@ -234,30 +256,33 @@ fn scope(args: &DoctorArgs) -> (Scope, Vec<Finding>) {
         listen: args.listen.clone(),
         model: None,
         needs_actors: false,
+        _starter: None,
     };
     if !args.names_a_run() {
         return (scope, Vec::new());
     }
-    match setup::resolve(&args.config) {
-        Ok(resolved) => {
+    let slow = |scope, what: &str| {
+        let about = format!("reading {what} took more than {SLOW:?}");
+        let fix = "a file system does not answer: see `dmesg`, or take files from another";
+        (scope, vec![Finding::wrong("run", about, fix)])
+    };
+    let config = args.config.clone();
+    match within(SLOW, move || setup::resolve_apart(&config)) {
+        None => slow(scope, "the run file"),
+        Some(Ok(resolved)) => {
             scope.config = resolved.config;
             scope.has_run = true;
-            let (config, folder) = (Arc::new(scope.config.clone()), resolved.scratch);
-            let read = within(SLOW, move || {
-                // The files of the starter, where there is no cache, are there as long as this.
-                let _folder = folder;
-                run_file::check(&config)
-            });
+            scope._starter = resolved.scratch;
+            let config = scope.config.clone();
+            let read = within(SLOW, move || run_file::check(&config));
             let Some(read) = read else {
-                let about = format!("reading the model and the tasks took more than {SLOW:?}");
-                let fix = "a file system does not answer: see `dmesg`, or take files from another";
-                return (scope, vec![Finding::wrong("run", about, fix)]);
+                return slow(scope, "the model and the tasks");
             };
             scope.model = read.model;
             scope.needs_actors = read.needs_actors;
             (scope, read.findings)
         }
-        Err(failure) => {
+        Some(Err(failure)) => {
             let fix = match &args.config.config {
                 Some(file) => format!("edit `{}`: docs/run-file.md has all keys", file.display()),
                 None => "give other options: docs/run-file.md has all keys of `--set`".to_owned(),
@@ -325,12 +350,42 @@ fn bare_scope() -> Scope {
         listen: Vec::new(),
         model: None,
         needs_actors: false,
+        _starter: None,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_command_to_type_has_all_options_of_the_run() {
+        #[derive(Debug, clap::Parser)]
+        struct Typed {
+            #[command(flatten)]
+            args: DoctorArgs,
+        }
+        let words = [
+            "doctor",
+            "--config",
+            "my runs/it's.toml",
+            "--seed",
+            "3",
+            "--set",
+            "trainer.steps=4",
+            "--set",
+            "rollout.agent.command=[\"python3\", \"a b.py\"]",
+        ];
+        let Typed { args } = clap::Parser::parse_from(words);
+        let options = args.run_options();
+        // A shell takes it apart into the words that were given.
+        let shown = std::process::Command::new("sh")
+            .args(["-c", &format!("printf '%s\\n'{options}")])
+            .output()
+            .expect("there is a shell");
+        let shown = String::from_utf8(shown.stdout).unwrap();
+        assert_eq!(shown.lines().collect::<Vec<_>>(), words[1..]);
+    }
 
     const HANGING: [Check; 3] = [
         Check {

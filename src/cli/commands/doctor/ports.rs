@@ -31,7 +31,7 @@ pub(super) fn check(scope: &Scope) -> Vec<Finding> {
         )),
     }
     if scope.has_run {
-        findings.extend(servers(&scope.config).into_iter().map(reach));
+        findings.extend(reach_all(servers(&scope.config)));
     }
     findings
 }
@@ -71,6 +71,21 @@ fn servers(config: &RunConfig) -> Vec<(String, &str)> {
     let all = own.into_iter().chain(environments);
     all.filter_map(|(key, env)| Some((key, env?.url.as_str())))
         .collect()
+}
+
+/// Looks at all servers at the same time: one that is away must not use up the time of the others.
+fn reach_all(servers: Vec<(String, &str)>) -> Vec<Finding> {
+    std::thread::scope(|scope| {
+        let looks: Vec<_> = servers
+            .into_iter()
+            .map(|server| scope.spawn(|| reach(server)))
+            .collect();
+        let found = looks.into_iter().map(|look| {
+            look.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        found.collect()
+    })
 }
 
 /// Looks whether a server takes connections.
