@@ -50,6 +50,8 @@ pub struct TrainOptions<'a> {
     /// The processes that train together. All are given the same configuration and the same weights; the
     /// root alone writes the folder, and what is resumed all must be able to read.
     pub ranks: &'a dyn Collective,
+    /// Whether what is learned is kept: checkpoints, and the model at the end. Without, steps are run for what they take.
+    pub keeps: bool,
 }
 
 /// What a checkpoint keeps of a run besides weights and moments.
@@ -351,7 +353,9 @@ fn train_together(
         let is_last = run.step >= steps;
         if is_last || (run.step > 0 && is_due(run.step, config.trainer.save_every)) {
             check_alike(ranks, &policy.decoder)?;
-            run.save()?;
+            if options.keeps {
+                run.save()?;
+            }
         }
         if is_last {
             break;
@@ -465,7 +469,7 @@ fn train_together(
             return Err(end(&mut run, step, anomaly)?);
         }
     }
-    if let Some(folder) = &run.folder {
+    if let Some(folder) = run.folder.as_ref().filter(|_| options.keeps) {
         let model = folder.model();
         // What a run left that was killed behind this point.
         if model.exists() {

@@ -262,10 +262,12 @@ impl Bench<'_> {
             resume: false,
             stop: self.stop,
             ranks: &Solo,
+            keeps: false,
         };
         let config = shortened(self.config, groups, steps, answer);
         train(&config, self.policy, self.workbench, &options, &mut |_| ())
             .map_err(Failure::from)?;
+        debug_assert!(!out.join("final").exists(), "nobody needs the model");
         read(&out, groups)
     }
 }

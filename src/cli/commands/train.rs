@@ -192,6 +192,7 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         resume: args.resume.is_some(),
         stop: &stop,
         ranks: &*ranks,
+        keeps: true,
     };
     let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
         Err(error @ RunError::Stopped { .. }) => {
