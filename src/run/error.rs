@@ -422,7 +422,6 @@ impl RunError {
             | Self::MemoryBudget { .. }
             | Self::OneTask { .. }
             | Self::NoTools { .. }
-            | Self::Remote(_)
             | Self::PausedTask { .. }
             | Self::PausedTogether { .. }
             | Self::NotHeldOut { .. }
@@ -448,6 +447,7 @@ impl RunError {
             | Self::Io(_)
             | Self::Store(_) => true,
             Self::Environment { source, .. } => source.is_usage(),
+            Self::Remote(error) => error.is_usage(),
             Self::Collective(error) => error.is_usage(),
             Self::Engine(error) => error.is_input(),
             Self::Model(error) => error.is_input(),

@@ -351,7 +351,7 @@ fn a_server_that_dies_ends_the_run_with_its_reason() {
 
     // One that is not there is said before anything is sampled.
     let output = train(&file, &path("other"));
-    assert!(!output.status.success());
+    assert_eq!(output.status.code(), Some(3), "it may be there later");
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(told.contains("did not answer `/schema`"), "{told}");
 }

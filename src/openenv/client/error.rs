@@ -85,6 +85,23 @@ pub enum ClientError {
     },
 }
 
+impl ClientError {
+    /// Returns whether what was asked for is wrong, rather than that a server is away, or failed: that may be over when it
+    /// is tried again.
+    #[must_use]
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Url { .. }
+            | Self::Header { .. }
+            | Self::Tls { .. }
+            | Self::Unsuitable { .. }
+            | Self::NoOpening { .. } => true,
+            Self::Described { source, .. } => source.is_lasting(),
+            Self::Threads { .. } | Self::Session { .. } => false,
+        }
+    }
+}
+
 /// What went wrong on the way, or at the server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -232,6 +249,24 @@ pub enum Fault {
 }
 
 impl Fault {
+    /// Returns whether it stays so until somebody changes what was asked for: there is no trust, the request is refused, or
+    /// the server is none of the protocol's.
+    fn is_lasting(&self) -> bool {
+        match self {
+            Self::Untrusted { .. }
+            | Self::TooLarge { .. }
+            | Self::NotJson { .. }
+            | Self::Unexpected { .. } => true,
+            Self::Status { status, .. } => {
+                (400..500).contains(status)
+                    && ![408, 421, 429].contains(status)
+                    && !self.may_be_tried_again()
+            }
+            Self::GaveUp { source, .. } => source.is_lasting(),
+            _ => false,
+        }
+    }
+
     /// Returns whether the same may be asked for again on another connection: nothing of it has reached
     /// the environment, or nothing has come of it.
     pub(super) fn may_be_tried_again(&self) -> bool {
