@@ -6,6 +6,7 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::image_build::{self, ImageBuildConfig};
 use super::kubernetes::{self, KubernetesConfig};
 use super::openenv_actors::{self, OpenEnvActorConfig};
 use super::substrate::{self, SubstrateConfig};
@@ -30,12 +31,15 @@ pub struct ActorConfig {
     pub backend: ActorBackendName,
     /// What actors start from: `host` for the programs of this machine, or a folder with a root filesystem. It
     /// stands in for the image of every task. Unless given, each task starts from its own image, which backends
-    /// of this machine do not have.
+    /// of this machine have only by `image_build`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub root: Option<String>,
     /// An image of a registry that stands in for that of every task, for backends of clusters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
+    /// How images of tasks are built that are not there; nothing is built unless given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image_build: Option<ImageBuildConfig>,
     /// A folder with `ID/testbed`, the repository at its base, and `ID/deps`, what its tests need, for each
     /// instance of SWE-bench; in the image unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -90,6 +94,7 @@ impl Default for ActorConfig {
             backend: ActorBackendName::Auto,
             root: None,
             image: None,
+            image_build: None,
             repositories: None,
             max_actors: 8,
             memory: ByteSize::gib(2),
@@ -179,6 +184,9 @@ pub(super) fn validate(run: &RunConfig, issues: &mut Issues) {
         actor.image.as_deref().unwrap_or_default(),
         "leave it out, or `root`: each stands in for the images of tasks",
     );
+    if let Some(builds) = &actor.image_build {
+        image_build::validate(actor, builds, issues);
+    }
     kubernetes::validate(&actor.kubernetes, issues);
     match &actor.substrate {
         Some(config) => substrate::validate(config, issues),

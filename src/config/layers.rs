@@ -6,7 +6,10 @@ use std::path::Path;
 use serde::Deserialize as _;
 use toml::{Table, Value};
 
-use super::{ConfigError, EnvironmentConfig, Preset, RemoteConfig, RunConfig, SubstrateConfig};
+use super::{
+    ConfigError, EnvironmentConfig, ImageBuildConfig, Preset, RemoteConfig, RunConfig,
+    SubstrateConfig,
+};
 
 /// The largest run file that is read; they are a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -334,6 +337,14 @@ pub(super) fn every_key() -> RunConfig {
         output: Some(String::new()),
         image_argument: Some(String::new()),
         ..super::OpenEnvActorConfig::default()
+    });
+    config.actor.image_build = Some(ImageBuildConfig {
+        registry: Some(String::new()),
+        registry_user: Some(String::new()),
+        registry_password_file: Some(std::path::PathBuf::new()),
+        push_secret: Some(String::new()),
+        folder: Some(std::path::PathBuf::new()),
+        ..ImageBuildConfig::default()
     });
     config.actor.repositories = Some(std::path::PathBuf::new());
     config

@@ -15,6 +15,7 @@
 mod actor;
 mod environment;
 mod error;
+mod image_build;
 mod kubernetes;
 mod layers;
 mod openenv_actors;
@@ -41,6 +42,7 @@ use crate::task::Split;
 pub use actor::{ActorBackendName, ActorConfig, SwebenchBonusConfig};
 pub use environment::EnvironmentConfig;
 pub use error::{ConfigError, Issue};
+pub use image_build::ImageBuildConfig;
 pub use kubernetes::{KubernetesConfig, TolerationConfig};
 pub use layers::sets_name_environments;
 pub use openenv_actors::{DeclaredIsolation, OpenEnvActorConfig};

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::RunError;
-use super::backend::open_backend;
+use super::backend::{OpenedBackend, open_backend};
 use super::load::ActorLoad;
 use crate::actor::escalation::Needs;
 use crate::actor::{ActorError, ActorLimits, RootFs};
@@ -140,7 +140,11 @@ impl Actors {
             wall: config.command_timeout,
             ..Needs::default()
         };
-        let (backend, why) = open_backend(config, &needs, self.group)?;
+        let OpenedBackend {
+            backend,
+            builder,
+            why,
+        } = open_backend(config, &needs, self.group)?;
         let invalid = |reason: String| Err(ActorError::InvalidSpec { reason });
         let starts_images = backend.capabilities().image;
         if starts_images && config.root.is_some() {
@@ -149,10 +153,10 @@ impl Actors {
                 backend.name()
             ));
         }
-        if !starts_images && config.root.is_none() {
+        if !starts_images && config.root.is_none() && builder.is_none() {
             return invalid(format!(
                 "`{}` starts no images; give `actor.root`, which stands in for those of all tasks: `host`, or a \
-                 folder with a root filesystem",
+                 folder with a root filesystem; or `actor.image_build`, by which `buildah` builds them",
                 backend.name()
             ));
         }
@@ -169,6 +173,7 @@ impl Actors {
             backend,
             WorkplaceConfig {
                 root,
+                builder,
                 repositories: config.repositories.clone(),
                 limits: ActorLimits {
                     memory: config.memory.as_u64(),

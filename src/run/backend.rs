@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::actor::bwrap::BwrapBackend;
 use crate::actor::escalation::{Candidate, Decision, Needs, Rules, Tier, decide};
+use crate::actor::image::{Buildah, BuildahOptions, ImageBuilder};
 use crate::actor::runsc::{RunscBackend, RunscOptions};
 use crate::actor::{ActorBackend, ActorError, Isolation};
 use crate::causes::with_causes;
@@ -12,18 +13,34 @@ use crate::config::{ActorBackendName, ActorConfig, DeclaredIsolation, OpenEnvAct
 use crate::http::tls::TlsFiles;
 use crate::openenv::client::RemoteConfig;
 use crate::openenv::client::actors::{OpenEnvBackend, OpenEnvOptions};
+use crate::sandbox::CacheFolder;
+
+/// Where root filesystems are kept in the cache folder.
+const IMAGES: &str = "images";
+
+/// A backend that is open.
+#[derive(Debug)]
+pub struct OpenedBackend {
+    /// It.
+    pub backend: Arc<dyn ActorBackend>,
+    /// What has images built for its actors, if the run says so.
+    pub builder: Option<Arc<dyn ImageBuilder>>,
+    /// Why it was chosen.
+    pub why: String,
+}
 
 /// Opens the backend that `config` names; `auto` takes the strongest that is there, and none weaker than gVisor.
-/// Actors of one task are asked for `group` at a time. Also returns why it was chosen.
+/// Actors of one task are asked for `group` at a time.
 ///
 /// # Errors
 ///
-/// Fails where it is not there, and where none that is there does.
+/// Fails where it is not there, where none that is there does, and where images are to be built and what builds them
+/// is not there.
 pub fn open_backend(
     config: &ActorConfig,
     needs: &Needs,
     group: usize,
-) -> Result<(Arc<dyn ActorBackend>, String), ActorError> {
+) -> Result<OpenedBackend, ActorError> {
     let names: &[ActorBackendName] = match &config.backend {
         ActorBackendName::Auto => &[ActorBackendName::Runsc, ActorBackendName::Bwrap],
         name => std::slice::from_ref(name),
@@ -40,7 +57,7 @@ pub fn open_backend(
         .map(|(name, backend)| Candidate {
             name,
             state: match backend {
-                Ok(backend) => Ok(backend.capabilities()),
+                Ok((backend, _)) => Ok(backend.capabilities()),
                 Err(error) => Err(with_causes(error)),
             },
         })
@@ -51,10 +68,39 @@ pub fn open_backend(
         (tier == Tier::Actor(name)).then_some(backend)
     });
     // What needs a shell is never sent to WebAssembly.
-    let backend = chosen.ok_or_else(|| ActorError::InvalidSpec {
+    let (backend, mut builder) = chosen.ok_or_else(|| ActorError::InvalidSpec {
         reason: format!("{tier:?} was chosen for what needs a shell"),
     })?;
-    Ok((backend, why))
+    if backend.capabilities().root_folder {
+        builder = open_buildah(config)?;
+    }
+    Ok(OpenedBackend {
+        backend,
+        builder,
+        why,
+    })
+}
+
+/// Opens what builds images on this machine, if the run says so.
+fn open_buildah(config: &ActorConfig) -> Result<Option<Arc<dyn ImageBuilder>>, ActorError> {
+    let Some(builds) = &config.image_build else {
+        return Ok(None);
+    };
+    let cache = || Some(CacheFolder::User.path()?.join(IMAGES));
+    let folder = (builds.folder.clone())
+        .or_else(cache)
+        .ok_or_else(|| ActorError::InvalidSpec {
+            reason: "there is no folder to keep images in; set `WARDIAN_CACHE` or `HOME`, or give \
+                     `actor.image_build.folder`"
+                .to_owned(),
+        })?;
+    let buildah = Buildah::open(BuildahOptions {
+        folder,
+        network: builds.network,
+        timeout: builds.timeout,
+        max_size: builds.max_size.as_u64(),
+    })?;
+    Ok(Some(Arc::new(buildah)))
 }
 
 /// What a cluster has and allows of what a run's actors need.
@@ -84,26 +130,26 @@ pub fn review_cluster(config: &ActorConfig, limit: Duration) -> Result<ClusterRe
         ActorBackendName::AgentSandbox => ActorBackendName::AgentSandbox,
         _ => ActorBackendName::Kruise,
     };
-    cluster::review(name, &config.kubernetes, limit)
+    cluster::review(name, config, limit)
 }
 
+/// A backend, and what builds images for it if that is part of it.
+type Opened = (Arc<dyn ActorBackend>, Option<Arc<dyn ImageBuilder>>);
+
 /// Opens a backend. One more is opened here, and named in the configuration.
-fn open(
-    name: ActorBackendName,
-    config: &ActorConfig,
-    group: usize,
-) -> Result<Arc<dyn ActorBackend>, ActorError> {
-    Ok(match name {
+fn open(name: ActorBackendName, config: &ActorConfig, group: usize) -> Result<Opened, ActorError> {
+    let backend: Arc<dyn ActorBackend> = match name {
         ActorBackendName::Auto | ActorBackendName::Runsc => {
             Arc::new(RunscBackend::open(&RunscOptions::default())?)
         }
         ActorBackendName::Bwrap => Arc::new(BwrapBackend::open(None)?),
         ActorBackendName::Kruise | ActorBackendName::AgentSandbox => {
-            cluster::open_kubernetes(name, &config.kubernetes, group)?
+            return cluster::open_kubernetes(name, config, group);
         }
         ActorBackendName::Substrate => cluster::open_substrate(config.substrate.as_ref())?,
         ActorBackendName::Openenv => Arc::new(open_openenv(config.openenv.as_ref())?),
-    })
+    };
+    Ok((backend, None))
 }
 
 /// Looks whether the first server of the backend `openenv` answers.
@@ -154,13 +200,16 @@ pub fn open_openenv(config: Option<&OpenEnvActorConfig>) -> Result<OpenEnvBacken
 /// Clusters, in a program that is built for them.
 #[cfg(feature = "k8s")]
 mod cluster {
+    use std::io::Read as _;
+    use std::path::Path;
     use std::sync::Arc;
     use std::time::Duration;
 
-    use super::ClusterReview;
+    use super::{ClusterReview, Opened};
+    use crate::actor::image::RegistryOptions;
     use crate::actor::kubernetes::{
-        AccessReview, ApiServer, Controller, KubernetesBackend, KubernetesOptions, Owner,
-        Toleration, review_access,
+        AccessReview, ApiServer, BuildOptions, Controller, KubernetesBackend, KubernetesOptions,
+        Owner, Toleration, review_access,
     };
     use crate::actor::sandboxd::BearerToken;
     use crate::actor::substrate::{
@@ -168,25 +217,31 @@ mod cluster {
     };
     use crate::actor::{ActorBackend, ActorError, User};
     use crate::causes::with_causes;
-    use crate::config::{ActorBackendName, KubernetesConfig, SubstrateConfig};
+    use crate::config::{
+        ActorBackendName, ActorConfig, ImageBuildConfig, KubernetesConfig, SubstrateConfig,
+    };
     use crate::http::tls::TlsFiles;
     use crate::http::uuid4;
 
     pub(super) fn open_kubernetes(
         name: ActorBackendName,
-        config: &KubernetesConfig,
+        config: &ActorConfig,
         group: usize,
-    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
-        let options = kubernetes_options(name, config, group);
-        Ok(Arc::new(KubernetesBackend::open(options)?))
+    ) -> Result<Opened, ActorError> {
+        let mut options = kubernetes_options(name, &config.kubernetes, group);
+        options.builds = config.image_build.as_ref().map(build_options).transpose()?;
+        let backend = KubernetesBackend::open(options)?;
+        let builder = backend.builder();
+        Ok((Arc::new(backend), builder))
     }
 
     pub(super) fn review(
         name: ActorBackendName,
-        config: &KubernetesConfig,
+        config: &ActorConfig,
         limit: Duration,
     ) -> Result<ClusterReview, ActorError> {
-        let mut options = kubernetes_options(name, config, 1);
+        let mut options = kubernetes_options(name, &config.kubernetes, 1);
+        options.builds = config.image_build.as_ref().map(build_options).transpose()?;
         options.request_timeout = options.request_timeout.min(limit);
         let AccessReview {
             namespace,
@@ -257,6 +312,39 @@ mod cluster {
         options.request_timeout = config.request_timeout;
         options.ready_timeout = config.ready_timeout;
         options
+    }
+
+    /// The largest password that is read.
+    const MAX_PASSWORD: u64 = 4 << 10;
+
+    /// Returns how images are built, with the password that its registry is asked with.
+    fn build_options(config: &ImageBuildConfig) -> Result<BuildOptions, ActorError> {
+        let password = |path: &Path| -> Result<String, ActorError> {
+            let mut text = String::new();
+            let read = fs_err::File::open(path)
+                .and_then(|file| file.take(MAX_PASSWORD).read_to_string(&mut text));
+            read.map_err(|error| ActorError::InvalidSpec {
+                reason: format!("`actor.image_build.registry_password_file`: {error}"),
+            })?;
+            Ok(text.trim_end_matches(['\r', '\n']).to_owned())
+        };
+        let credentials = match (&config.registry_user, &config.registry_password_file) {
+            (Some(user), Some(path)) => Some((user.clone(), password(path)?)),
+            _ => None,
+        };
+        let registry = config.registry.clone().unwrap_or_default();
+        Ok(BuildOptions {
+            buildkit: config.buildkit.clone(),
+            push_secret: config.push_secret.clone(),
+            registry: RegistryOptions {
+                plain_http: config.plain_http,
+                credentials,
+                ..RegistryOptions::default()
+            },
+            timeout: config.timeout,
+            retries: config.retries,
+            ..BuildOptions::new(registry, config.client_image.clone())
+        })
     }
 
     pub(super) fn open_substrate(
@@ -337,13 +425,13 @@ mod cluster {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use super::ClusterReview;
+    use super::{ClusterReview, Opened};
     use crate::actor::{ActorBackend, ActorError};
-    use crate::config::{ActorBackendName, KubernetesConfig, SubstrateConfig};
+    use crate::config::{ActorBackendName, ActorConfig, SubstrateConfig};
 
     pub(super) fn review(
         name: ActorBackendName,
-        _config: &KubernetesConfig,
+        _config: &ActorConfig,
         _limit: Duration,
     ) -> Result<ClusterReview, ActorError> {
         Err(missing(name))
@@ -351,9 +439,9 @@ mod cluster {
 
     pub(super) fn open_kubernetes(
         name: ActorBackendName,
-        _config: &KubernetesConfig,
+        _config: &ActorConfig,
         _group: usize,
-    ) -> Result<Arc<dyn ActorBackend>, ActorError> {
+    ) -> Result<Opened, ActorError> {
         Err(missing(name))
     }
 

@@ -35,7 +35,9 @@ mod train;
 mod watch;
 mod workbench;
 
-pub use self::backend::{ClusterReview, open_backend, open_openenv, review_cluster};
+pub use self::backend::{
+    ClusterReview, OpenedBackend, open_backend, open_openenv, review_cluster,
+};
 pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
 pub use self::evaluate::{by_environment, evaluate};

@@ -25,6 +25,7 @@ const SOURCES: [&str; 8] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
     "src/config/actor.rs",
+    "src/config/image_build.rs",
     "src/config/kubernetes.rs",
     "src/config/openenv_actors.rs",
     "src/config/remote.rs",

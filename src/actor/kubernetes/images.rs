@@ -4,10 +4,7 @@
 //! context travels in a `ConfigMap`, as one archive: its files would be links there, which `BuildKit` does not
 //! follow.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::api::{LogParams, Request};
 use kube::core::ApiResource;
@@ -18,11 +15,11 @@ use super::cluster::{Link, Look, resource};
 use super::fate::condition;
 use super::retry::patiently;
 use super::run::{RUN, Run, pods};
-use crate::actor::image::{ImageReference, Registry, RegistryOptions};
-use crate::actor::{ActorError, FileTree, User};
+use crate::actor::image::{ImageReference, Recipe, Registry, RegistryOptions, Turns};
+use crate::actor::{ActorError, User};
 
 /// The most that the archive of a context may hold, so that it fits into a `ConfigMap` of 1 MiB.
-const MAX_CONTEXT: usize = 700 << 10;
+pub(super) const MAX_CONTEXT: usize = 700 << 10;
 /// The label of a build and its pod.
 const BUILD: &str = "wardian-build";
 /// Lines and bytes of a failed build's log that are told.
@@ -37,6 +34,8 @@ const SCRIPT: &str = "tar -C \"$5\" -xf \"$6\"/context.tar && exec buildctl --ad
 /// How images are built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BuildOptions {
+    /// Where images without a name of their own are pushed, such as `registry.example.org/tasks`.
+    pub repository: String,
     /// Where `BuildKit` listens.
     pub buildkit: String,
     /// An image with `buildctl`, a shell and `tar`.
@@ -53,8 +52,9 @@ pub struct BuildOptions {
 
 impl BuildOptions {
     /// Returns options with `tcp://buildkit:1234`, half an hour and two retries.
-    pub fn new(client_image: impl Into<String>) -> Self {
+    pub fn new(repository: impl Into<String>, client_image: impl Into<String>) -> Self {
         Self {
+            repository: repository.into(),
             buildkit: "tcp://buildkit:1234".to_owned(),
             client_image: client_image.into(),
             push_secret: None,
@@ -65,24 +65,12 @@ impl BuildOptions {
     }
 }
 
-/// What an image is built from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Recipe {
-    /// The files that the build sees.
-    pub context: FileTree,
-    /// Which of them says how.
-    pub dockerfile: PathBuf,
-}
-
-/// What came of the last build of an image, and when.
-type Last = Option<(Instant, Result<(), String>)>;
-
 /// Builds images, each once at a time.
 #[derive(Debug)]
 pub(super) struct Images {
     options: BuildOptions,
     registry: Registry,
-    turns: Mutex<BTreeMap<String, Arc<Mutex<Last>>>>,
+    turns: Turns,
 }
 
 impl Images {
@@ -90,8 +78,13 @@ impl Images {
         Self {
             registry: Registry::new(options.registry.clone()),
             options,
-            turns: Mutex::default(),
+            turns: Turns::default(),
         }
+    }
+
+    /// Returns the repository of images that have no name of their own.
+    pub(super) fn repository(&self) -> &str {
+        &self.options.repository
     }
 
     /// Returns the kinds in the order in which they are deleted.
@@ -122,38 +115,28 @@ impl Images {
         build: impl FnOnce(&BuildOptions) -> Result<(), ActorError>,
     ) -> Result<(), ActorError> {
         let reference: ImageReference = image.parse()?;
-        let asked = Instant::now();
-        let turn = {
-            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(turns.entry(image.to_owned()).or_default())
-        };
-        let mut last = turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let failed = |message: &str| ActorError::Backend {
-            activity: format!("building the image `{image}`"),
-            message: message.to_owned(),
-        };
-        match &*last {
-            Some((_, Ok(()))) => return Ok(()),
-            // It failed while we waited for it; who asks later has it tried again.
-            Some((ended, Err(message))) if *ended >= asked => return Err(failed(message)),
-            _ => {}
-        }
-        let done = self.registry.has(&reference).and_then(|is_there| {
-            if is_there {
+        self.turns.once(image, || {
+            if self.registry.has(&reference)? {
                 return Ok(());
             }
             build(&self.options)?;
             match self.registry.has(&reference)? {
                 true => Ok(()),
-                false => Err(failed("it was built, and the registry does not have it")),
+                false => Err(ActorError::Backend {
+                    activity: format!("building the image `{image}`"),
+                    message: "it was built, and the registry does not have it".to_owned(),
+                }),
             }
-        });
-        let told = done.as_ref().copied().map_err(|error| match error {
-            ActorError::Backend { message, .. } => message.clone(),
-            other => other.to_string(),
-        });
-        *last = Some((Instant::now(), told));
-        done
+        })
+    }
+
+    /// Whether an image is to be in the registry to which images are pushed.
+    pub(super) fn is_own(&self, image: &str) -> bool {
+        let registry = |text: &str| {
+            let reference = text.parse::<ImageReference>().ok()?;
+            Some(reference.registry().to_owned())
+        };
+        registry(image).is_some_and(|host| Some(host) == registry(&self.options.repository))
     }
 }
 

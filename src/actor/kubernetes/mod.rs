@@ -21,6 +21,7 @@
 mod access;
 mod actor;
 mod agent_sandbox;
+mod builder;
 mod cluster;
 mod exec;
 mod fate;
@@ -45,12 +46,14 @@ use serde_json::Value;
 
 pub use self::access::AccessReview;
 use self::actor::KubernetesActor;
+use self::builder::ClusterBuilder;
 use self::cluster::{Cluster, Link};
+pub use self::images::BuildOptions;
 use self::images::Images;
-pub use self::images::{BuildOptions, Recipe};
 pub use self::options::{ApiServer, Controller, KubernetesOptions, Owner, Toleration};
 use self::run::{INSTANCE, Run};
 use self::sandboxes::{Pool, Sandboxes, Wish};
+use super::image::{ImageBuilder, Recipe};
 use super::janitor::Janitor;
 use super::script::is_name;
 use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs};
@@ -167,20 +170,16 @@ impl KubernetesBackend {
     /// Fails where the options have no builds, where the build fails, with the end of its log, and where the
     /// registry cannot be asked.
     pub fn ensure_image(&self, image: &str, recipe: &Recipe) -> Result<(), ActorError> {
-        let machine = &self.machine;
-        let Some(images) = &machine.images else {
-            return Err(ActorError::Unsupported {
-                backend: machine.name(),
-                ability: "build images; say in its options who does",
-            });
-        };
-        images.ensure(image, |options| {
-            let (link, run) = (machine.link().clone(), machine.run.clone());
-            let (options, recipe, name) = (options.clone(), recipe.clone(), image.to_owned());
-            let most = options.timeout + link.limit * REQUESTS + Duration::from_secs(60);
-            machine.wait("building an image", most, async move {
-                images::build(&link, &run, &options, &name, &recipe).await
-            })
+        self.machine.ensure_image(image, recipe)
+    }
+
+    /// Returns what has images built for its actors; none where the options have no builds.
+    #[must_use]
+    pub fn builder(&self) -> Option<Arc<dyn ImageBuilder>> {
+        let machine = Arc::clone(&self.machine);
+        machine.images.is_some().then(|| {
+            let builder = ClusterBuilder::new(machine);
+            Arc::new(builder) as Arc<dyn ImageBuilder>
         })
     }
 }
@@ -305,6 +304,28 @@ impl Machine {
 
     fn link(&self) -> &Link {
         self.cluster.link()
+    }
+
+    /// Returns what builds images, where the options say so.
+    fn images(&self) -> Result<&Images, ActorError> {
+        self.images.as_ref().ok_or(ActorError::Unsupported {
+            backend: self.name(),
+            ability: "build images; say in its options who does",
+        })
+    }
+
+    /// Has an image built unless its registry has it.
+    fn ensure_image(&self, image: &str, recipe: &Recipe) -> Result<(), ActorError> {
+        self.images()?.ensure(image, |options| {
+            let (link, run) = (self.link().clone(), self.run.clone());
+            let (options, recipe, name) = (options.clone(), recipe.clone(), image.to_owned());
+            let most = options.timeout + link.limit * REQUESTS + Duration::from_secs(60);
+            let cluster = &self.cluster;
+            // What is left of a build that is given up ends with the run.
+            cluster.wait_while_open("building an image", most, async move {
+                images::build(&link, &run, &options, &name, &recipe).await
+            })
+        })
     }
 
     fn wait<T: Send + 'static>(

@@ -38,7 +38,10 @@ pub(super) async fn hopeless(link: Link, instance: String, image: String) -> Act
         if let Some(why) = found.filter(|_| looks >= LOOKS) {
             return ActorError::Backend {
                 activity: "claiming a sandbox".to_owned(),
-                message: format!("its pod cannot start from the image `{image}`: {why}"),
+                message: format!(
+                    "its pod cannot start from the image `{image}`: {why}; push the image, name who may pull it in \
+                     `actor.kubernetes.image_pull_secrets`, or give `actor.image`, which stands in for it"
+                ),
             };
         }
     }

@@ -125,10 +125,15 @@ impl ActorEnvironment {
         let live = match self.live.take() {
             Some(live) => live,
             None => {
-                let slot = self.start.place().room(is_over).ok_or_else(run_ends)?;
+                let place = self.start.place();
+                let started = Instant::now();
+                // Before there is room: who waits for a build keeps nobody else from working.
+                self.start.provide(is_over)?;
+                let provided = started.elapsed();
+                let slot = place.room(is_over).ok_or_else(run_ends)?;
                 let started = Instant::now();
                 let actor = self.start.actor()?;
-                self.stats.start_seconds += started.elapsed().as_secs_f64();
+                self.stats.start_seconds += (provided + started.elapsed()).as_secs_f64();
                 Live { actor, slot }
             }
         };

@@ -13,6 +13,7 @@ mod edit;
 mod environment;
 mod harbor;
 mod health;
+mod images;
 mod instance;
 mod patch;
 mod precedence;

@@ -39,9 +39,7 @@ pub(super) fn judge_part(
     let job = job.map_err(|error| ActorError::InvalidSpec {
         reason: with_causes(&error),
     })?;
-    let environment =
-        (task.config.verifier_environment(part.step.as_ref())).unwrap_or(&task.config.environment);
-    let spec = place.harbor_spec(task, environment)?;
+    let spec = place.verifier_spec(task, part)?;
     let (backend, artifacts) = (place.backend(), place.artifacts());
     judge_trial(backend, &spec, &task.config, part, job, actor, artifacts)
 }

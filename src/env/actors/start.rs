@@ -63,6 +63,15 @@ impl GroupStart {
         &self.task
     }
 
+    /// Has built what the task's actors start from; waits no longer once `is_over`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where that cannot be built, and once it is over.
+    pub(super) fn provide(&self, is_over: &dyn Fn() -> bool) -> Result<(), ActorError> {
+        self.place.provide(&self.task, is_over)
+    }
+
     /// Returns what a patch is told from, once an actor was prepared.
     pub(super) fn base(&self) -> Option<&Base> {
         self.base.get()

@@ -2,10 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use super::Controls;
+use super::images::{Images, Source};
 use super::slots::{Slot, Slots};
+use crate::actor::image::{Built, ImageBuilder};
 use crate::actor::{
     ActorBackend, ActorError, ActorLimits, ActorSpec, FileTree, RootFs, TreeLimits,
 };
@@ -20,6 +23,9 @@ const LIFETIME: Duration = Duration::from_hours(48);
 /// How long actors may take to end when a run does.
 const ENDING: Duration = Duration::from_secs(30);
 
+/// Time between looks at whether who waits for a build still wants it.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// Where the bases of repositories are seen in an actor.
 const BASE: &str = "/base";
 /// Where what their tests need is seen.
@@ -30,6 +36,8 @@ const DEPENDENCIES: &str = "/deps";
 pub struct WorkplaceConfig {
     /// What stands in for the images of tasks; each task's own image unless given.
     pub root: Option<RootFs>,
+    /// What has images built that are not there; nothing unless given.
+    pub builder: Option<Arc<dyn ImageBuilder>>,
     /// A folder with `ID/testbed` and `ID/deps` of each instance of SWE-bench; both in the image unless given.
     pub repositories: Option<PathBuf>,
     /// What an actor may use where its task does not say.
@@ -45,6 +53,7 @@ pub struct WorkplaceConfig {
 pub struct Workplace {
     backend: Arc<dyn ActorBackend>,
     config: WorkplaceConfig,
+    images: Images,
     slots: Arc<Slots>,
     controls: Controls,
 }
@@ -56,6 +65,7 @@ impl Workplace {
         Self {
             backend,
             slots: Slots::new(config.max_actors),
+            images: Images::new(config.root.clone(), config.builder.clone()),
             config,
             controls: Controls::default(),
         }
@@ -120,6 +130,7 @@ impl Workplace {
     pub fn close(&self) {
         self.slots.close();
         self.controls.close();
+        self.images.shut_down();
         self.backend.shut_down();
         if !self.slots.wait_free(ENDING) {
             tracing::warn!("actors have not ended in time; the next run deletes what they leave");
@@ -140,10 +151,17 @@ impl Workplace {
             Err(ActorError::InvalidSpec { reason }) => Err(invalid(format!("`{name}`: {reason}"))),
             checked => checked,
         };
-        fits(&self.spec(task)?)?;
-        let RepositoryTask::Harbor(task) = task else {
-            return Ok(());
+        // What it says besides its image does not depend on that.
+        let any = || Built::from(RootFs::Host);
+        let task = match task {
+            RepositoryTask::Swebench(instance) => {
+                fits(&self.instance_spec(instance, any())?)?;
+                return (self.images).check(&instance.instance_id, &of_instance(instance));
+            }
+            RepositoryTask::Harbor(task) => task,
         };
+        self.images.check(&task.name, &Source::of_agent(task))?;
+        fits(&self.harbor_spec(task, &task.config.environment, any())?)?;
         let names_user = |part: &HarborPart| {
             part.agent_user(&task.config).is_some() || part.verifier_user(&task.config).is_some()
         };
@@ -159,11 +177,13 @@ impl Workplace {
             (part.verify_job(&task.config, &|_| None))
                 .map_err(|error| invalid(format!("`{}`: {}", task.name, with_causes(&error))))?;
             if let Some(environment) = task.config.verifier_environment(part.step.as_ref()) {
-                fits(&self.harbor_spec(task, environment)?)?;
+                let source = Source::of_verifier(task, part);
+                self.images.check(&task.name, &source)?;
+                fits(&self.harbor_spec(task, environment, any())?)?;
             }
         }
         let bundled = task.parts.iter().any(|part| part.tests.is_empty());
-        if bundled && self.config.root.is_some() {
+        if bundled && self.images.stand_in().is_some() {
             return Err(invalid(format!(
                 "the verifier of `{}` is in an image of its own, for which `actor.root` cannot stand in",
                 task.name
@@ -172,17 +192,83 @@ impl Workplace {
         Ok(())
     }
 
-    /// Returns what the actors of a task start from.
-    pub(super) fn spec(&self, task: &RepositoryTask) -> Result<ActorSpec, ActorError> {
-        match task {
-            RepositoryTask::Swebench(instance) => self.instance_spec(instance),
-            RepositoryTask::Harbor(task) => self.harbor_spec(task, &task.config.environment),
+    /// Has all images of a task built that are not there; waits no longer once `is_over`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where one cannot be built, which is nobody's doing in the task.
+    pub(super) fn provide(
+        self: &Arc<Self>,
+        task: &Arc<RepositoryTask>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<(), ActorError> {
+        if self.config.builder.is_none() {
+            return Ok(());
+        }
+        let (sender, receiver) = mpsc::channel();
+        let (place, task) = (Arc::clone(self), Arc::clone(task));
+        // Who is left alone with it ends when the run does, see `close`.
+        std::thread::spawn(move || {
+            let provided = place.provide_now(&task);
+            // Whoever waits for it sees the place let go of.
+            drop(place);
+            sender.send(provided)
+        });
+        loop {
+            match receiver.recv_timeout(LOOK) {
+                Ok(provided) => return provided,
+                Err(RecvTimeoutError::Timeout) if !is_over() => {}
+                Err(_) => return Err(run_ends()),
+            }
         }
     }
 
-    fn instance_spec(&self, instance: &SwebenchInstance) -> Result<ActorSpec, ActorError> {
-        let root = (self.config.root.clone()).unwrap_or_else(|| RootFs::Image(instance.image()));
-        let mut spec = ActorSpec::new(root);
+    fn provide_now(&self, task: &RepositoryTask) -> Result<(), ActorError> {
+        self.spec(task)?;
+        if let RepositoryTask::Harbor(task) = task {
+            for part in &task.parts {
+                self.verifier_spec(task, part)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns what the actors of a task start from, which is built where it is not there.
+    pub(super) fn spec(&self, task: &RepositoryTask) -> Result<ActorSpec, ActorError> {
+        match task {
+            RepositoryTask::Swebench(instance) => {
+                let built = (self.images).get(&instance.instance_id, &of_instance(instance))?;
+                self.instance_spec(instance, built)
+            }
+            RepositoryTask::Harbor(task) => {
+                let built = self.images.get(&task.name, &Source::of_agent(task))?;
+                self.harbor_spec(task, &task.config.environment, built)
+            }
+        }
+    }
+
+    /// Returns what the verifier of a part starts from if it has an actor of its own, and the agent does otherwise.
+    pub(super) fn verifier_spec(
+        &self,
+        task: &HarborTask,
+        part: &HarborPart,
+    ) -> Result<ActorSpec, ActorError> {
+        let own = task.config.verifier_environment(part.step.as_ref());
+        let (environment, source) = match own {
+            Some(own) => (own, Source::of_verifier(task, part)),
+            None => (&task.config.environment, Source::of_agent(task)),
+        };
+        let built = self.images.get(&task.name, &source)?;
+        self.harbor_spec(task, environment, built)
+    }
+
+    fn instance_spec(
+        &self,
+        instance: &SwebenchInstance,
+        built: Built,
+    ) -> Result<ActorSpec, ActorError> {
+        let mut spec = ActorSpec::new(built.root);
+        spec.env = built.env;
         spec.limits = ActorLimits {
             lifetime: LIFETIME,
             ..self.config.limits
@@ -204,7 +290,7 @@ impl Workplace {
                     spec.mounts.push((dependencies, DEPENDENCIES.into()));
                 }
             }
-            None if self.config.root == Some(RootFs::Host) => {
+            None if self.images.stand_in() == Some(&RootFs::Host) => {
                 return Err(invalid(format!(
                     "the repository of `{}` is not among this machine's programs; give `actor.repositories`",
                     instance.instance_id
@@ -216,26 +302,23 @@ impl Workplace {
     }
 
     /// Returns what an actor of a Harbor task starts from: the agent's, or a verifier's of its own.
-    pub(super) fn harbor_spec(
+    fn harbor_spec(
         &self,
         task: &HarborTask,
         environment: &EnvironmentConfig,
+        built: Built,
     ) -> Result<ActorSpec, ActorError> {
-        let image = environment.docker_image.clone().map(RootFs::Image);
-        let root = (self.config.root.clone()).or(image).ok_or_else(|| {
-            invalid(format!(
-                "`{}` names no image, and nothing here builds its `Dockerfile`; give `actor.root`, which stands \
-                 in for it",
-                task.name
-            ))
-        })?;
         if environment.gpus.unwrap_or(0) > 0 || environment.tpu.is_some() {
             return Err(invalid(format!(
                 "`{}` asks for a GPU or TPU, which no actor has",
                 task.name
             )));
         }
-        let mut spec = ActorSpec::new(root);
+        let mut spec = ActorSpec::new(built.root);
+        spec.env = built.env;
+        if let Some(workdir) = built.workdir {
+            spec.workdir = workdir;
+        }
         let mebibytes = |asked: Option<i64>, default: u64| {
             asked
                 .and_then(|asked| u64::try_from(asked).ok())
@@ -263,6 +346,14 @@ impl Workplace {
             spec.env.insert(name.clone(), value.clone());
         }
         Ok(spec)
+    }
+}
+
+/// Returns what an instance starts from.
+fn of_instance(instance: &SwebenchInstance) -> Source {
+    Source {
+        image: Some(instance.image()),
+        context: None,
     }
 }
 

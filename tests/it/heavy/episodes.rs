@@ -35,6 +35,7 @@ impl Scene {
             RunscBackend::open(&options).expect("gVisor is installed, and the tests run as root");
         let config = WorkplaceConfig {
             root: Some(RootFs::Host),
+            builder: None,
             repositories: repositories.map(Path::to_owned),
             limits: ActorLimits {
                 memory: 128 << 20,

@@ -1,11 +1,14 @@
 //! Tasks of Harbor and SWE-bench in a run: episodes in gVisor. The tests fail, and do not skip, where `runsc` is not
 //! installed or they do not run as root.
 
+mod builds;
 mod episodes;
 mod runs;
 
 #[cfg(feature = "k8s")]
-pub(crate) use runs::solve_by_script;
+pub(crate) use builds::{BuiltTask, check_failed_apart, train_on};
+#[cfg(feature = "k8s")]
+pub(crate) use runs::{episodes, solve_by_script, told};
 
 use std::path::{Path, PathBuf};
 

@@ -13,7 +13,7 @@ use wardian::trajectory::{Trajectory, read_step, step_path};
 use super::{FIXED, HARBOR, folders_in, instances, processes_naming, write};
 
 /// A command whose actors are in a folder of the test's.
-fn wardian(folder: &Path, arguments: &[&str]) -> Command {
+pub(super) fn wardian(folder: &Path, arguments: &[&str]) -> Command {
     let mut command = crate::binary::command();
     command
         .args(arguments)
@@ -25,16 +25,16 @@ fn wardian(folder: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-fn told(output: &Output) -> String {
+pub(crate) fn told(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-fn text(path: &Path) -> &str {
+pub(super) fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
 }
 
 /// Nothing of any actor is left: neither a folder, nor a process.
-fn assert_clean(folder: &Path) {
+pub(super) fn assert_clean(folder: &Path) {
     for base in folders_in(folder) {
         let name = base
             .file_name()
@@ -48,7 +48,7 @@ fn assert_clean(folder: &Path) {
     }
 }
 
-fn episodes(run: &Path, step: u64) -> Vec<Trajectory> {
+pub(crate) fn episodes(run: &Path, step: u64) -> Vec<Trajectory> {
     let rows = read_step(&step_path(run, step)).expect("the step is there");
     rows.collect::<Result<_, _>>().expect("every row reads")
 }
@@ -60,7 +60,7 @@ fn metrics(run: &Path) -> Vec<Value> {
 }
 
 /// The settings of a run of the carried model with 8 rollouts at a time.
-fn settings(task: &str, more: &str) -> String {
+pub(super) fn settings(task: &str, more: &str) -> String {
     format!(
         "seed = 3
         model.path = 'starter'
@@ -159,7 +159,7 @@ fn a_run_on_harbor_tasks_goes_through_and_on() {
 }
 
 /// An agent that asks the model once and then does what its variables say for its task.
-const AGENT: &str = r#"
+pub(super) const AGENT: &str = r#"
 import json, os, urllib.request
 
 def post(url, body):

@@ -11,17 +11,17 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
-use wardian::actor::image::{ImageReference, Registry as Client, RegistryOptions};
-use wardian::actor::kubernetes::{BuildOptions, Controller as Family, KubernetesBackend, Recipe};
-use wardian::actor::{Entry, FileTree};
+use wardian::actor::image::{ImageReference, Recipe, Registry as Client, RegistryOptions};
+use wardian::actor::kubernetes::{BuildOptions, Controller as Family, KubernetesBackend};
+use wardian::actor::{Entry, FileTree, RootFs};
 
 use super::server::Cluster;
 use super::store::{CONFIG_MAP, JOB, POD};
 use super::{Scene, kruise};
 
 /// A registry that gives tokens and asks for them.
-struct Registry {
-    address: SocketAddr,
+pub(super) struct Registry {
+    pub(super) address: SocketAddr,
     state: Arc<Asked>,
     runtime: Option<Runtime>,
 }
@@ -33,7 +33,7 @@ struct Asked {
 }
 
 impl Registry {
-    fn start(scene: &Scene) -> Self {
+    pub(super) fn start(scene: &Scene) -> Self {
         let runtime = Runtime::new().unwrap();
         let listener = runtime
             .block_on(tokio::net::TcpListener::bind(("127.0.0.1", 0)))
@@ -107,9 +107,12 @@ async fn answer(State(state): State<Arc<Asked>>, request: Request) -> Response {
 const BUILDCTL: &str = r#"#!/bin/sh
 echo "$@" > "$TOLD"
 [ "$1 $2 $3" = "--addr tcp://buildkit:1234 build" ] || exit 2
-for argument; do last=$argument; case $argument in dockerfile=*) folder=${argument#*=};; esac; done
+for argument; do
+    last=$argument
+    case $argument in dockerfile=*) folder=${argument#*=};; filename=*) file=${argument#*=};; esac
+done
 [ -x "$folder/run.sh" ] || { echo "run.sh is not there" >&2; exit 3; }
-if grep -q FAIL "$folder/sub/Dockerfile"; then echo "step 3: there is no such package" >&2; exit 1; fi
+if grep -q FAIL "$folder/$file"; then echo "step 3: there is no such package" >&2; exit 1; fi
 case $last in type=image,name=*,push=true*) name=${last#*name=}; echo "${name%%,*}" > "$PUSHED";; *) exit 4;; esac
 "#;
 
@@ -219,13 +222,16 @@ fn building() -> (Scene, Registry) {
     options.builds = Some(BuildOptions {
         registry: registry_options(),
         timeout: Duration::from_secs(60),
-        ..BuildOptions::new("registry.example.org/buildctl:1")
+        ..BuildOptions::new(
+            format!("{}/tasks", registry.address),
+            "registry.example.org/buildctl:1",
+        )
     });
     scene.backend = Some(KubernetesBackend::open(options).unwrap());
     (scene, registry)
 }
 
-fn jobs_made(scene: &Scene) -> usize {
+pub(super) fn jobs_made(scene: &Scene) -> usize {
     let requests = scene.cluster.requests.lock().unwrap();
     requests
         .iter()
@@ -312,6 +318,40 @@ fn what_cannot_be_built_is_refused_before() {
     let scene = kruise();
     let error = scene.backend().ensure_image(&image, &large).unwrap_err();
     assert!(error.to_string().contains("cannot build images"), "{error}");
+    scene.close();
+}
+
+/// What a run asks for: tasks' own images where the registry has them, or they can be built.
+#[test]
+fn images_that_are_named_are_looked_for_in_the_own_registry_alone() {
+    let (scene, registry) = building();
+    let builder = scene.backend().builder().unwrap();
+    let recipe = recipe("FROM scratch\nWORKDIR /app\n");
+    let named = |name: &str| format!("{}/{name}", registry.address);
+    let root = |image: &str| RootFs::Image(image.to_owned());
+    // By its content, and by a name that a task has given.
+    let built = builder.build(&recipe).unwrap();
+    let expected = named(&format!("tasks:{}", recipe.tag()));
+    assert_eq!(built.root, root(&expected));
+    assert_eq!(built.workdir.unwrap(), std::path::Path::new("/app"));
+    let image = named("team/task:1");
+    let built = builder.image(&image, Some(&recipe)).unwrap();
+    assert_eq!(built.root, root(&image));
+    assert_eq!(jobs_made(&scene), 2);
+    let error = builder.image(&named("team/other:1"), None).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("team/other:1") && text.contains("`actor.image`"),
+        "{text}"
+    );
+    // Others answer to whom they like.
+    let asked = registry.requests().len();
+    for image in ["python:3.12", "other.example.org/a:1"] {
+        let built = builder.image(image, Some(&recipe)).unwrap();
+        assert_eq!(built.root, root(image));
+    }
+    assert_eq!((registry.requests().len(), jobs_made(&scene)), (asked, 2));
+    drop((builder, registry));
     scene.close();
 }
 

@@ -15,7 +15,7 @@ use wardian::actor::{
 use super::server::Cluster;
 use super::store::POD;
 
-/// The only image of the registry: the programs of this machine.
+/// The image that is always there: the programs of this machine. Those that are built have them, too.
 pub(super) const IMAGE: &str = "registry.example.org/host:1";
 /// What that image says `PATH` is.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -152,7 +152,8 @@ impl Kubelet {
         for pod in pods {
             let is_new = pod["status"]["phase"].is_null();
             let fresh = name(&pod);
-            if !is_new || pod["spec"]["containers"][0]["image"] != IMAGE {
+            let image = pod["spec"]["containers"][0]["image"].as_str().unwrap();
+            if !is_new || !cluster.has_image(image) {
                 continue;
             }
             let mut running = self.running.lock().unwrap();

@@ -56,6 +56,13 @@ pub(super) struct Cluster {
 }
 
 impl Cluster {
+    /// Whether pods can be started from an image.
+    pub(super) fn has_image(&self, image: &str) -> bool {
+        let name = image.split_once('/').map(|(_, name)| name);
+        let images = self.images.lock().unwrap();
+        image == super::kubelet::IMAGE || name.is_some_and(|name| images.contains(name))
+    }
+
     pub(super) fn store(&self) -> MutexGuard<'_, Store> {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }

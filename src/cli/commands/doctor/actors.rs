@@ -45,6 +45,10 @@ pub(super) fn check(scope: &Scope) -> Vec<Finding> {
     if wants(ActorBackendName::Openenv) {
         findings.push(openenv(config.actor.openenv.as_ref()));
     }
+    let is_local = runsc || wants(ActorBackendName::Bwrap);
+    if is_local && config.actor.image_build.is_some() {
+        findings.push(builder());
+    }
     if let Some(agent) = agent.filter(|_| scope.has_run) {
         findings.extend(agent_program(&agent.command));
     }
@@ -68,6 +72,25 @@ fn openenv(config: Option<&OpenEnvActorConfig>) -> Finding {
             "actors",
             with_causes(&error),
             "start it (`wardian sandboxd`), or correct `actor.openenv.url` and `headers`",
+        ),
+    }
+}
+
+/// Looks for what builds the images of tasks on this machine.
+fn builder() -> Finding {
+    match find_program(Path::new("buildah")) {
+        Some(path) => {
+            let version = version(&path).unwrap_or_else(|| "of an unknown version".to_owned());
+            Finding::fine(
+                "actors",
+                format!("`buildah` ({version}) is there to build images"),
+            )
+        }
+        None => Finding::missing(
+            "actors",
+            true,
+            "`buildah` is not in `PATH`, and `actor.image_build` asks for it".to_owned(),
+            "apt-get install --no-install-recommends buildah",
         ),
     }
 }

@@ -106,7 +106,7 @@ fn a_patch_that_is_late_is_the_policys_doing_where_another_is_in_time() {
                 false => Ok("0123456789".repeat(4)),
             }
         });
-        let place = place_with(&backend, Some(folder.path()));
+        let place = place_with(&backend, Some(RootFs::Host), None, Some(folder.path()));
         let mut environment = environment(&place, &task);
         let work = ParsedTurn {
             tool_calls: vec![Ok(ToolCall::new("bash", json!({ "command": "work" })))],

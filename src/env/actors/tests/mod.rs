@@ -1,6 +1,7 @@
 //! Episodes in actors that do what a test says.
 
 mod controls;
+mod images;
 mod instances;
 mod scripted;
 mod trials;
@@ -13,6 +14,7 @@ use serde_json::json;
 
 use self::scripted::Scripted;
 use super::{ActorEnvironment, ActorSettings, GroupStart, Workplace, WorkplaceConfig};
+use crate::actor::image::ImageBuilder;
 use crate::actor::{ActorCommand, ActorLimits, Ending, RootFs};
 use crate::chat::{ParsedTurn, ToolCall};
 use crate::env::{Environment as _, EpisodeStatus, StepResult};
@@ -67,15 +69,21 @@ fn is_verifier(command: &ActorCommand) -> bool {
 }
 
 fn place(backend: &Arc<Scripted>) -> Arc<Workplace> {
-    place_with(backend, None)
+    place_with(backend, Some(RootFs::Host), None, None)
 }
 
-fn place_with(backend: &Arc<Scripted>, repositories: Option<&Path>) -> Arc<Workplace> {
+fn place_with(
+    backend: &Arc<Scripted>,
+    root: Option<RootFs>,
+    builder: Option<Arc<dyn ImageBuilder>>,
+    repositories: Option<&Path>,
+) -> Arc<Workplace> {
     let backend = Arc::clone(backend);
     Arc::new(Workplace::new(
         backend,
         WorkplaceConfig {
-            root: Some(RootFs::Host),
+            root,
+            builder,
             repositories: repositories.map(Path::to_owned),
             limits: ActorLimits::default(),
             artifacts: 100,
