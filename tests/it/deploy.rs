@@ -359,8 +359,8 @@ fn rights(role: &Value) -> BTreeSet<(String, String, String)> {
     rights
 }
 
-/// Returns the table of rights of `docs/heavy-tier.md`, as [`rights`].
-fn documented_rights() -> BTreeSet<(String, String, String)> {
+/// Returns the table of rights of `docs/heavy-tier.md`, as [`rights`]: those of builds, or all others.
+fn documented_rights(of_builds: bool) -> BTreeSet<(String, String, String)> {
     let page = fs_err::read_to_string(root().join("../../docs/heavy-tier.md")).expect("the page");
     let table = page
         .split("| API group | resources | verbs |")
@@ -375,12 +375,12 @@ fn documented_rights() -> BTreeSet<(String, String, String)> {
         let [group, resources, verbs] = cells[..] else {
             panic!("{line}")
         };
-        // What builds take is no part of a run.
-        if verbs.contains("with `builds`") {
+        if verbs.contains("only with `builds`") != of_builds {
             continue;
         }
         let group = group.trim_matches('`').replace('–', "");
-        let verbs = verbs.trim_end_matches(" |").split(" (").next();
+        let verbs = verbs.trim_end_matches(" |").split([';', '(']).next();
+        let verbs = verbs.map(str::trim);
         for resource in resources.split(", ") {
             for verb in verbs.expect("verbs").split(", ") {
                 let resource = resource.trim_matches('`').to_owned();
@@ -398,7 +398,7 @@ fn rights_are_those_that_the_backends_ask_for_and_no_others() {
         .map(|document| text_of(&document.value["kind"]))
         .collect();
     assert!(!kinds.contains("ClusterRole") && !kinds.contains("ClusterRoleBinding"));
-    let documented = documented_rights();
+    let documented = documented_rights(false);
     assert!(documented.len() > 30, "{documented:?}");
     for (component, groups) in [
         ("kruise", ["agents.kruise.io", "apps.kruise.io"]),
@@ -440,6 +440,23 @@ fn rights_are_those_that_the_backends_ask_for_and_no_others() {
         }
         assert_eq!(found, wanted, "{component}");
     }
+}
+
+#[test]
+fn rights_of_builds_are_those_that_they_ask_for_and_no_others() {
+    let path = root().join("components/buildkit/rights.yaml");
+    let text = fs_err::read_to_string(&path).expect("it is read");
+    let found = rights(&parse("buildkit", &text)[0].value);
+    assert!(found.iter().all(|(_, resource, _)| resource != "secrets"));
+    assert_eq!(found, documented_rights(true));
+    let file = root().join("components/buildkit/run.toml");
+    let run = RunConfig::load::<&str>(Some(&file), &[]).expect("it is a run file");
+    let builds = run.actor.image_build.expect("it asks for builds");
+    let manifest = fs_err::read_to_string(root().join("components/buildkit/buildkit.yaml"));
+    let manifest = manifest.expect("it is read");
+    // The image that is there anyway, and the name that it goes by in the sandboxes' namespace.
+    assert!(manifest.contains(&format!("image: {}", builds.client_image)));
+    assert_eq!(builds.buildkit, "tcp://buildkit:1234");
 }
 
 /// Whether the program takes these arguments: `--help` behind them is reached only if they are known.
