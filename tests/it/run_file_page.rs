@@ -21,7 +21,7 @@ The page is written from the documentation in `src/config/`.
 ";
 
 /// The files that hold the structures of a run file.
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     "src/config/mod.rs",
     "src/config/environment.rs",
     "src/config/actor.rs",

@@ -12,7 +12,7 @@ use wardian::actor::{
 use wardian::config::RunConfig;
 use wardian::openenv::client::RemoteConfig;
 use wardian::openenv::client::actors::{OpenEnvBackend, OpenEnvOptions};
-use wardian::run::open_backend;
+use wardian::run::{OpenedBackend, open_backend};
 
 use super::sandboxd::{Machine, Machines, TOKEN};
 use super::{Scene, sh, spec, text};
@@ -272,13 +272,13 @@ fn a_run_file_names_the_servers_and_answers_for_them() {
         shell: true,
         ..Needs::default()
     };
-    let (backend, why) = open_backend(&config(""), &needs, 1).unwrap();
+    let OpenedBackend { backend, why, .. } = open_backend(&config(""), &needs, 1).unwrap();
     assert_eq!(backend.capabilities().isolation, Isolation::Namespaces);
     assert!(why.contains("namespaces"), "{why}");
     let actor = backend.create(&spec()).unwrap();
     assert_eq!(text(&*actor, "echo run"), "run");
     drop(actor);
-    let (backend, _) = open_backend(&config("isolation = 'gvisor'"), &needs, 1).unwrap();
+    let OpenedBackend { backend, .. } = open_backend(&config("isolation = 'gvisor'"), &needs, 1).unwrap();
     assert_eq!(backend.capabilities().isolation, Isolation::UserKernel);
     drop(backend);
     scene.close();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::*;
 use crate::actor::ActorError;
 use crate::actor::image::{Built, Recipe};
-use crate::env::{EnvError, EpisodeStatus};
+use crate::env::EnvError;
 
 /// A task that is built, and whose verifier is built of its tests.
 const TASK: [(&str, &str); 6] = [
