@@ -58,6 +58,9 @@ def check(page, url, name, shots, scheme):
     chart.focus()
     page.keyboard.press("Home")
     page.get_by_text("at step 1").first.wait_for()
+    page.get_by_role("heading", name="Machine").wait_for()
+    page.get_by_role("img", name="Memory,").first.wait_for()
+    assert page.locator("polygon").count() > 0, "a step's time is drawn in parts"
     shot("run")
     page.get_by_text("Numbers").first.click()
     page.get_by_role("region", name="Numbers of Reward", exact=True).locator("tbody tr").nth(1).wait_for()
@@ -74,6 +77,10 @@ def check(page, url, name, shots, scheme):
     page.get_by_role("heading", name="Conversation").wait_for()
     assert page.get_by_text("[object").count() == 0
     assert "def f" in page.locator(".call pre").first.inner_text()
+    ran = page.locator("details.ran").first
+    assert "fuel" in ran.locator("summary").inner_text() and not ran.locator("pre, p").first.is_visible()
+    page.get_by_role("button", name="Unfold what was run").press("Enter")
+    ran.locator("pre, p").first.wait_for()
     tokens = page.get_by_role("group", name="Tokens")
     assert tokens.locator("span.on").count() > 0 and tokens.locator("span.off").count() > 0
     tokens.locator("span.on").first.click()
@@ -101,6 +108,21 @@ def check(page, url, name, shots, scheme):
     assert not problems, problems
 
 
+def check_going_on(page, url, name):
+    """A look that fails ends nothing, and a name that is no code of anything breaks nothing."""
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"{url}/#/run/%E0%A4%A")
+    page.get_by_role("alert").wait_for()
+    page.goto(f"{url}/#/run/{name}")
+    page.get_by_role("heading", name="Learning").wait_for()
+    page.route("**/api/**", lambda route: route.abort())
+    page.get_by_text("No news").wait_for()
+    page.unroute("**/api/**")
+    page.get_by_text("No news").wait_for(state="detached", timeout=60_000)
+    assert not problems, problems
+
+
 def main(binary, runs, shots):
     shots = pathlib.Path(shots)
     shots.mkdir(parents=True, exist_ok=True)
@@ -113,6 +135,7 @@ def main(binary, runs, shots):
             for scheme in ("light", "dark"):
                 context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 800})
                 check(context.new_page(), url, name, shots, scheme)
+                check_going_on(context.new_page(), url, name)
                 context.close()
             browser.close()
     print("the dashboard was clicked through, light and dark")

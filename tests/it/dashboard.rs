@@ -346,3 +346,100 @@ fn pages_may_load_nothing_else_and_only_reading_is_possible() {
         );
     }
 }
+
+#[test]
+fn a_download_is_the_row_byte_for_byte() {
+    let root = tempfile::tempdir().expect("a folder");
+    let run = root.path().join("a");
+    // Longer than what is held of it at a time, and written as this program would not.
+    let text = "x".repeat(600_000);
+    let odd = row(0, 0, 1.0, &text).to_string().replacen(':', " :  ", 40);
+    make_run(&run, &[row(0, 1, 1.0, "first")], &format!("{odd}\n"));
+    let server = server(root.path());
+    let raw = server.get("/api/runs/a/steps/1/episodes/1/raw");
+    assert_eq!(raw.status, 200);
+    assert!(raw.body == format!("{odd}\n"), "{} bytes", raw.body.len());
+    assert!(
+        raw.head
+            .contains(&format!("content-length: {}", odd.len() + 1))
+    );
+}
+
+#[test]
+fn advantages_by_settings_of_later_are_not_made_up() {
+    let root = tempfile::tempdir().expect("a folder");
+    let run = root.path().join("a");
+    make_run(&run, &[row(0, 0, 1.0, "a"), row(0, 1, 0.0, "b")], "");
+    let rollouts = run.join("rollouts");
+    fs_err::copy(rollouts.join("step-1.jsonl"), rollouts.join("step-2.jsonl")).expect("copied");
+    let state = json!({"state": "stopped", "started_at": 9, "settings_since": 2});
+    fs_err::write(run.join("state.json"), state.to_string()).expect("it is written");
+    let server = server(root.path());
+    let of = |step| {
+        server
+            .get(&format!("/api/runs/a/steps/{step}/episodes"))
+            .json()
+    };
+    let reason = of(1)["no_advantages"].as_str().map(str::to_owned);
+    assert!(reason.is_some_and(|reason| reason.contains("other settings")));
+    assert!(of(2)["no_advantages"].is_null());
+    assert!(of(2)["episodes"][0]["advantage"].as_f64() > Some(0.0));
+}
+
+#[test]
+fn what_a_turn_ran_is_told() {
+    let root = tempfile::tempdir().expect("a folder");
+    let mut episode = row(0, 0, 1.0, "a");
+    let run = json!({"call": 0, "ending": {"kind": "out_of_fuel"}, "fuel": 7,
+                     "stdout": {"head": "<b>", "left_out": 3, "tail": "end"}});
+    episode["turns"][0]["runs"] = json!([run]);
+    make_run(&root.path().join("a"), &[episode], "");
+    let told = server(root.path())
+        .get("/api/runs/a/steps/1/episodes/0")
+        .json();
+    assert_eq!(told["episode"]["turns"][0]["runs"], json!([run]));
+}
+
+#[test]
+fn the_load_of_the_machine_goes_on_where_it_was() {
+    let root = tempfile::tempdir().expect("a folder");
+    let run = root.path().join("a");
+    make_run(&run, &[], "");
+    let server = server(root.path());
+    assert_eq!(server.get("/api/runs/a/load").json()["rows"], json!([]));
+    fs_err::write(run.join("load.jsonl"), "{\"time\":1,\"host/cpu\":0.5}\n").expect("written");
+    let told = server.get("/api/runs/a/load").json();
+    assert_eq!(told["rows"], json!([{"time": 1, "host/cpu": 0.5}]));
+}
+
+#[test]
+fn prometheus_is_told_of_runs_that_go_on_if_it_has_the_key() {
+    let root = tempfile::tempdir().expect("a folder");
+    make_run(&root.path().join("a\"b"), &[], "");
+    make_run(&root.path().join("over"), &[], "");
+    let gpus = json!({"time": 1, "host/cpu": 0.5, "gpus": [{"index": 0, "used": 0.25}]});
+    fs_err::write(root.path().join("a\"b/load.jsonl"), format!("{gpus}\n")).expect("written");
+    let _going_on = wardian::run::FolderLock::take(&root.path().join("a\"b")).expect("it is free");
+    let server = Server::start(DashboardConfig {
+        api_key: Some(ApiKey::new("k")),
+        ..DashboardConfig::new(Runs::Below(root.path().to_owned()))
+    });
+    let open = server.get("/metrics").body;
+    assert!(open.contains("http_requests_total"), "{open}");
+    assert!(!open.contains("run_"), "{open}");
+    let told = server
+        .ask("GET", "/metrics", "Authorization: Bearer k\r\n")
+        .body;
+    for line in [
+        r#"run_step{run="a\"b"} 2"#,
+        r#"run_metric{run="a\"b",name="reward"} 0.75"#,
+        r#"run_load{run="a\"b",name="host/cpu"} 0.5"#,
+        r#"run_load{run="a\"b",name="gpu/0/used"} 0.25"#,
+    ] {
+        assert!(
+            told.lines().any(|found| found == line),
+            "no {line} in {told}"
+        );
+    }
+    assert!(!told.contains("over"), "{told}");
+}

@@ -19,6 +19,7 @@ mod hostile_network;
 #[cfg(feature = "k8s")]
 mod kubernetes;
 mod layering;
+mod metrics_page;
 mod mixture;
 mod overlap;
 mod parallel;

@@ -11,7 +11,7 @@ use rstest::rstest;
 use serde_json::Value;
 use wardian::engine::LoadedModel;
 use wardian::task::TaskSet;
-use wardian::trajectory::{Trajectory, read_step, step_path};
+use wardian::trajectory::{Trajectory, Turn, read_step, step_path};
 
 const SMALL: [&str; 12] = [
     "--set",
@@ -121,7 +121,7 @@ fn the_loss_mask_is_1_exactly_on_sampled_ids() {
     train(&run, &["--set", "trainer.steps=1"]);
     let episodes = episodes(&run, 1);
     assert_eq!(episodes.len(), 16);
-    let mut multi_turn = 0;
+    let (mut multi_turn, mut runs) = (0, 0);
     for episode in &episodes {
         let trace = &episode.trace;
         let sampled: Vec<_> = trace.sampled_spans().collect();
@@ -134,8 +134,13 @@ fn the_loss_mask_is_1_exactly_on_sampled_ids() {
         assert!(trace.prompt_len() > 0);
         multi_turn += usize::from(turns.len() > 1);
         assert!(episode.reward.is_some());
+        for run in episode.turns.iter().flat_map(|turn| &turn.runs) {
+            runs += 1;
+            assert!(run.fuel.is_some_and(|fuel| fuel > 0), "{run:?}");
+        }
     }
     assert!(multi_turn > 0, "the starter acts over several turns");
+    assert!(runs > 0, "what it ran is stored");
 }
 
 #[test]
@@ -152,6 +157,11 @@ fn the_same_seed_samples_the_same_tokens() {
             .collect()
     };
     assert_eq!(ids(&first), ids(&second));
+    let turns = |run: &Path| -> Vec<Vec<Turn>> {
+        let episodes = episodes(run, 2).into_iter();
+        episodes.map(|episode| episode.turns).collect()
+    };
+    assert_eq!(turns(&first), turns(&second), "with what was run, and fuel");
     let weights = |run: &Path| fs_err::read(run.join("final/model.safetensors")).expect("weights");
     assert_eq!(
         weights(&first),
