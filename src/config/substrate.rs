@@ -39,6 +39,10 @@ pub struct SubstrateConfig {
     /// How templates are made of other images; those are refused unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub new_templates: Option<TemplateConfig>,
+    /// User and group of commands, where a task does not say whose they are; 65532 unless given. The working folder
+    /// is theirs. With 0 they have root's rights inside, and can end the server there, which counts as theirs to have
+    /// done.
+    pub user: u32,
     /// Start actors where the control plane has no egress policies, too: what they reach is then up to the
     /// cluster's network. Refused unless given.
     pub allow_missing_egress_policies: bool,
@@ -68,6 +72,7 @@ impl Default for SubstrateConfig {
             token_file: PathBuf::new(),
             templates: BTreeMap::new(),
             new_templates: None,
+            user: 65532,
             allow_missing_egress_policies: false,
             owner: None,
             call_timeout: Duration::from_mins(1),

@@ -388,6 +388,10 @@ mod cluster {
             made.worker_labels.clone_from(&templates.worker_labels);
             made
         });
+        options.user = User {
+            uid: config.user,
+            gid: config.user,
+        };
         options.allow_missing_egress_policies = config.allow_missing_egress_policies;
         options.owner.clone_from(&config.owner);
         options.call_timeout = config.call_timeout;

@@ -366,6 +366,31 @@ impl SandboxdActor {
         job()
     }
 
+    /// Whether there is no server any more, as far as what lies in between says for as long as `limit`.
+    #[cfg(feature = "k8s")]
+    pub(in crate::actor) fn is_gone(&self, limit: Duration) -> bool {
+        let asked = Asked {
+            method: Method::GET,
+            target: "/healthz".to_owned(),
+            headers: HeaderMap::new(),
+            body: Bytes::new(),
+            most: MAX_ANSWER,
+            limit: SLACK,
+        };
+        let asking = Arc::clone(&self.endpoint).ask_patiently(asked, Instant::now() + limit);
+        let answered = (self.background).run("looking for a server", limit + SLACK, asking);
+        let is_away = |fault: &Fault| {
+            matches!(
+                fault,
+                Fault::Foreign {
+                    status: 502..=504,
+                    ..
+                }
+            )
+        };
+        matches!(answered, Ok(Err(fault)) if is_away(&fault))
+    }
+
     /// Has it released by nobody: what it runs in is ended.
     #[cfg(feature = "k8s")]
     pub(in crate::actor) fn forget(&self) {

@@ -13,8 +13,9 @@
 //!
 //! **What it guards.** Its token keeps the network out; it is no wall against the programs that it runs. Where
 //! they are root, as it is, they can read the token, and under gVisor end the server even as process 1. An
-//! actor whose server is gone is a fault of ours, as it cannot be told who ended it: to keep a policy from that
-//! way out, run its commands as another user. The wall is the actor's.
+//! actor whose server is gone is a fault of ours, as it cannot be told from here who ended it (a backend that knows
+//! that the machine lives may tell): to keep a policy from that way out, run its commands as another user. The wall is
+//! the actor's.
 
 mod client;
 mod files;

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use super::api::{ActorState, ApiErrorKind, NewActor};
 use super::patience::{POLL, patiently};
@@ -10,9 +11,12 @@ use super::{Cluster, DAY, end_actor, failed, fresh, gone};
 use crate::actor::sandboxd::SandboxdActor;
 use crate::actor::{
     Actor, ActorCommand, ActorError, ActorOutput, ActorSnapshot, ActorSpec, Ending, FileTree,
-    TreeLimits,
+    TreeLimits, User,
 };
 use crate::process;
+
+/// How long a server must not answer to count as gone.
+const GONE: Duration = Duration::from_secs(5);
 
 /// What is said of an actor that held too much memory.
 const OUT_OF_MEMORY: &[&str] = &[
@@ -27,6 +31,8 @@ const OUT_OF_MEMORY: &[&str] = &[
 #[derive(Debug)]
 pub(super) struct SubstrateActor {
     inner: SandboxdActor,
+    /// Whether a command of the guest's had root's rights: such may have ended the server.
+    had_root: AtomicBool,
     /// Dropped after the above: then it is deleted.
     machine: Machine,
 }
@@ -50,6 +56,7 @@ impl SubstrateActor {
         template: &str,
         tag: Option<Arc<Tag>>,
     ) -> Result<Self, ActorError> {
+        let is_new = tag.is_none();
         let until = process::deadline(cluster.options.ready_timeout);
         let name = cluster.name(spec.limits.lifetime);
         let new = NewActor {
@@ -74,7 +81,62 @@ impl SubstrateActor {
             .map_err(|error| machine.explain(error))?;
         // What it runs in is deleted.
         inner.forget();
-        Ok(Self { inner, machine })
+        if is_new {
+            give_folders(&inner).map_err(|error| machine.explain(error))?;
+        }
+        Ok(Self {
+            inner,
+            had_root: AtomicBool::new(false),
+            machine,
+        })
+    }
+
+    /// Says why it does not do what it is asked for, and whose doing that is.
+    fn explain(&self, error: ActorError) -> ActorError {
+        let error = self.machine.explain(error);
+        let is_the_guests = matches!(error, ActorError::Backend { .. })
+            && self.had_root.load(Ordering::Relaxed)
+            && self.machine.is_running()
+            && self.inner.is_gone(GONE);
+        match is_the_guests {
+            true => ActorError::Ended {
+                id: self.machine.name.clone(),
+                reason: "a program with root's rights has ended the server inside".to_owned(),
+            },
+            false => error,
+        }
+    }
+}
+
+/// Gives the folders of its spec, and what the image has in them, to who commands are.
+fn give_folders(actor: &SandboxdActor) -> Result<(), ActorError> {
+    let ActorSpec {
+        user,
+        writable,
+        workdir,
+        ..
+    } = actor.spec();
+    if user.uid == 0 {
+        return Ok(());
+    }
+    let owner = format!("{}:{}", user.uid, user.gid);
+    let mut argv = ["chown", "-R", "-h", &owner, "--"]
+        .map(str::to_owned)
+        .to_vec();
+    let folders = writable.iter().chain([workdir]);
+    argv.extend(folders.map(|folder| folder.to_string_lossy().into_owned()));
+    let command = ActorCommand {
+        user: Some(User::default()),
+        cwd: Some("/".into()),
+        ..ActorCommand::new(argv)
+    };
+    let output = actor.exec(&command)?;
+    match output.is_success() {
+        true => Ok(()),
+        false => Err(ActorError::Backend {
+            activity: "giving an actor its folders".to_owned(),
+            message: format!("{:?}: {}", output.ending, output.stderr.text().trim()),
+        }),
     }
 }
 
@@ -116,6 +178,11 @@ impl Machine {
             activity: activity.clone(),
             message,
         }
+    }
+
+    fn is_running(&self) -> bool {
+        let actor = self.cluster.api.actor(&self.name);
+        actor.is_ok_and(|actor| actor.state == ActorState::Running)
     }
 
     /// Keeps it under a tag, and starts it again.
@@ -213,8 +280,10 @@ impl Actor for SubstrateActor {
     }
 
     fn exec(&self, command: &ActorCommand) -> Result<ActorOutput, ActorError> {
+        let user = command.user.unwrap_or_else(|| self.inner.spec().user);
+        self.had_root.fetch_or(user.uid == 0, Ordering::Relaxed);
         let done = self.inner.exec(command);
-        match done.map_err(|error| self.machine.explain(error)) {
+        match done.map_err(|error| self.explain(error)) {
             Err(ActorError::Ended { reason, .. }) => Ok(ActorOutput::of(Ending::Killed { reason })),
             done => done,
         }
@@ -222,12 +291,12 @@ impl Actor for SubstrateActor {
 
     fn put(&self, folder: &Path, tree: &FileTree) -> Result<(), ActorError> {
         let done = self.inner.put(folder, tree);
-        done.map_err(|error| self.machine.explain(error))
+        done.map_err(|error| self.explain(error))
     }
 
     fn get(&self, path: &Path, limits: TreeLimits) -> Result<FileTree, ActorError> {
         let done = self.inner.get(path, limits);
-        done.map_err(|error| self.machine.explain(error))
+        done.map_err(|error| self.explain(error))
     }
 
     fn snapshot(&self) -> Result<Arc<dyn ActorSnapshot>, ActorError> {
@@ -236,6 +305,7 @@ impl Actor for SubstrateActor {
             tag: Arc::new(tag),
             template: self.machine.template.clone(),
             spec: self.inner.spec().clone(),
+            had_root: self.had_root.load(Ordering::Relaxed),
         }))
     }
 
@@ -245,7 +315,7 @@ impl Actor for SubstrateActor {
     }
 
     fn destroy(self: Box<Self>) -> Result<(), ActorError> {
-        let Self { inner, machine } = *self;
+        let Self { inner, machine, .. } = *self;
         drop(inner);
         machine.delete()
     }
@@ -292,6 +362,8 @@ struct SubstrateSnapshot {
     tag: Arc<Tag>,
     template: String,
     spec: ActorSpec,
+    /// What ran then may run on.
+    had_root: bool,
 }
 
 impl ActorSnapshot for SubstrateSnapshot {
@@ -299,6 +371,7 @@ impl ActorSnapshot for SubstrateSnapshot {
         let tag = Arc::clone(&self.tag);
         let cluster = &self.tag.cluster;
         let actor = SubstrateActor::start(cluster, &self.spec, &self.template, Some(tag))?;
+        actor.had_root.store(self.had_root, Ordering::Relaxed);
         Ok(Box::new(actor))
     }
 }

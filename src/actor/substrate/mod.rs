@@ -8,7 +8,8 @@
 //!
 //! **Whose doing.** A control plane or a router that fails, has no room or takes too long is a fault of ours,
 //! and so is an actor that crashed, unless what is said of it is that it held too much memory: then a program
-//! of the guest's has ended its own actor.
+//! of the guest's has ended its own actor. So it has where the actor runs, the router answers and the server
+//! inside is gone, if a command had root's rights: others cannot end it.
 //!
 //! **What is left behind.** Actors and tags are deleted when they are dropped, in the background, which the
 //! backend waits for when it is dropped. Names tell the next run what a crashed one left.
@@ -42,7 +43,7 @@ use self::templates::Templates;
 use super::background::Background;
 use super::janitor::Janitor;
 use super::sandboxd::{SandboxdActor, SandboxdOptions};
-use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs};
+use super::{Actor, ActorBackend, ActorError, ActorSpec, Capabilities, Isolation, RootFs, User};
 use crate::causes::with_causes;
 use crate::process;
 
@@ -185,7 +186,11 @@ impl ActorBackend for SubstrateBackend {
             });
         }
         let template = self.cluster.template(image, spec.limits.memory)?;
-        let actor = SubstrateActor::start(&self.cluster, spec, &template, None)?;
+        let mut spec = spec.clone();
+        if spec.user == User::default() {
+            spec.user = self.cluster.options.user;
+        }
+        let actor = SubstrateActor::start(&self.cluster, &spec, &template, None)?;
         Ok(Box::new(actor))
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::actor::User;
 use crate::actor::sandboxd::BearerToken;
 use crate::http::tls::TlsFiles;
 
@@ -84,6 +85,10 @@ pub struct SubstrateOptions {
     pub templates: BTreeMap<String, String>,
     /// How templates are made of other images; none refuses them.
     pub new_templates: Option<TemplateOptions>,
+    /// Who commands are that do not say it, where their actor's spec asks for root, as it does unless it says
+    /// otherwise. The working folder and those that must be writable are theirs. Default: user and group 65532, who
+    /// cannot end the server inside.
+    pub user: User,
     /// Whether actors are started where the control plane has no egress policies: then what they reach is up to
     /// the cluster's network. Default: no.
     pub allow_missing_egress_policies: bool,
@@ -116,6 +121,10 @@ impl SubstrateOptions {
             token,
             templates: BTreeMap::new(),
             new_templates: None,
+            user: User {
+                uid: 65532,
+                gid: 65532,
+            },
             allow_missing_egress_policies: false,
             owner: None,
             call_timeout: Duration::from_secs(60),

@@ -19,7 +19,7 @@ use wardian::actor::substrate::{
 };
 use wardian::actor::{
     Actor, ActorBackend as _, ActorCommand, ActorError, ActorLimits, ActorSpec, Ending, FileTree,
-    RootFs, TreeLimits,
+    RootFs, TreeLimits, User,
 };
 use wardian::http::tls::TlsFiles;
 
@@ -67,6 +67,8 @@ impl Cluster {
         };
         let options = SubstrateOptions {
             templates: [(IMAGE.to_owned(), "ready-made".to_owned())].into(),
+            // Most are tried with root's rights, as more can go wrong with them.
+            user: User::default(),
             patience: Duration::from_secs(10),
             call_timeout: Duration::from_secs(30),
             ..SubstrateOptions::new(
@@ -514,13 +516,67 @@ fn what_cannot_be_deleted_as_it_runs_is_suspended_before(by: By) {
     assert_eq!(cluster.control.everything(), [""; 0]);
 }
 
+/// Who may end the server inside, does; who may not, cannot.
+#[test]
+fn a_server_that_root_has_ended_is_the_guests_doing() {
+    let mut cluster = Cluster::start(By::Grpc, Settings::default());
+    cluster.options.patience = Duration::from_secs(2);
+    let end = ActorCommand::shell("kill -TERM 1; sleep 20");
+    let backend = cluster.open();
+    let actor = backend.create(&spec()).unwrap();
+    let output = actor.exec(&end).unwrap();
+    assert!(matches!(output.ending, Ending::Killed { .. }), "{output:?}");
+    let error = actor.get(Path::new("/workspace"), TreeLimits::default());
+    assert!(error.unwrap_err().is_guests_doing());
+    drop((actor, backend));
+    cluster.options.user = User {
+        uid: 1234,
+        gid: 4321,
+    };
+    let backend = cluster.open();
+    let actor = backend.create(&spec()).unwrap();
+    let ids = "id -u; id -g; id -G; stat -c %u:%g .; echo mine > file && cat file";
+    assert_eq!(text(&*actor, ids), "1234\n4321\n4321\n1234:4321\nmine");
+    let refused = sh(
+        &*actor,
+        "kill -TERM 1 2>&1 || echo refused; kill -KILL 1 || echo again",
+    );
+    assert_eq!(
+        refused.stdout.text().matches("refused").count(),
+        1,
+        "{refused:?}"
+    );
+    assert!(refused.stdout.text().contains("again"), "{refused:?}");
+    assert_eq!(text(&*actor, "echo on"), "on");
+    // Where nothing had such rights, an actor that is not reached is ours.
+    const AWAY: &str = "HTTP/1.1 503 S\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+    cluster.router.says(&[AWAY; 200]);
+    let error = actor.exec(&ActorCommand::new(["true"])).unwrap_err();
+    assert!(!error.is_guests_doing(), "{error}");
+    cluster.router.says(&[]);
+    // Who is asked to be root is.
+    let root = ActorCommand {
+        user: Some(User::default()),
+        ..ActorCommand::new(["id", "-u"])
+    };
+    let fresh = backend.create(&spec()).unwrap();
+    assert_eq!(fresh.exec(&root).unwrap().stdout.text(), "0\n");
+    drop((actor, fresh, backend));
+    assert_eq!(cluster.control.everything(), [""; 0]);
+}
+
 #[test]
 fn requests_are_delivered_once() {
     const STALE: &str = "HTTP/1.1 421 M\r\nX-Ate-Assignment-Stale: true\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
     const BUSY: &str =
         "HTTP/1.1 503 S\r\nContent-Length: 18\r\nConnection: close\r\n\r\nrouter at capacity";
     const PLAIN: &str = "HTTP/1.1 421 M\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-    let cluster = Cluster::start(By::Grpc, Settings::default());
+    let mut cluster = Cluster::start(By::Grpc, Settings::default());
+    // After root's commands it would be asked whether the server is there still.
+    cluster.options.user = User {
+        uid: 1234,
+        gid: 1234,
+    };
     let backend = cluster.open();
     let actor = backend.create(&spec()).unwrap();
     for answers in [&[STALE][..], &[BUSY, BUSY], &[STALE, BUSY, STALE]] {
