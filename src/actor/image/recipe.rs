@@ -136,7 +136,7 @@ mod tests {
     fn a_tag_is_of_all_that_a_build_sees() {
         let plain = recipe(&[("Dockerfile", "FROM a\n"), ("x", "1")]);
         let tag = plain.tag();
-        assert_eq!(tag, plain.clone().tag());
+        assert_eq!(tag, plain.tag());
         assert_eq!(tag.len(), "context-".len() + DIGITS);
         let image = format!("registry.example.org/tasks:{tag}");
         let image: super::super::ImageReference = image.parse().unwrap();
@@ -150,7 +150,7 @@ mod tests {
             recipe(&[("Dockerfile", "FROM a\n"), ("x1", "")]),
             Recipe {
                 dockerfile: "x".into(),
-                ..plain.clone()
+                ..plain
             },
         ];
         for entry in [

@@ -308,7 +308,7 @@ impl Machine {
 
     /// Returns what builds images, where the options say so.
     fn images(&self) -> Result<&Images, ActorError> {
-        self.images.as_ref().ok_or(ActorError::Unsupported {
+        self.images.as_ref().ok_or_else(|| ActorError::Unsupported {
             backend: self.name(),
             ability: "build images; say in its options who does",
         })
