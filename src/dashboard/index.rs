@@ -467,7 +467,7 @@ mod tests {
         let indexes = Indexes::default();
         let found: Vec<Arc<Index>> = std::thread::scope(|scope| {
             let ask = || {
-                let mut file = File::open(file.path()).unwrap();
+                let mut file = file.reopen().unwrap();
                 indexes.of(&mut file, || Err("nobody asks")).unwrap()
             };
             let asked: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 /// Most bytes that are read at a time.
 const MAX_READ: u64 = 1 << 20;
 /// What is read from the end to find the last rows.
-const TAIL: u64 = 64 << 10;
+const TAIL: u64 = 256 << 10;
 
 /// One row.
 pub(super) type Row = Map<String, Value>;

@@ -194,7 +194,9 @@ pub(in crate::cli) fn run(args: &TrainArgs, printer: &Printer) -> Outcome {
         ranks: &*ranks,
         keeps: true,
     };
-    let summary = match train(&config, &policy, &workbench, &options, &mut observe) {
+    let trained = train(&config, &policy, &workbench, &options, &mut observe);
+    drop(waiting);
+    let summary = match trained {
         Err(error @ RunError::Stopped { .. }) => {
             training.finish();
             if is_root {

@@ -249,6 +249,31 @@ mod tests {
     }
 
     #[test]
+    fn what_is_stored_of_a_command_is_what_it_left() {
+        let output = ActorOutput {
+            ending: Ending::Exited { code: 3 },
+            stdout: Captured {
+                head: b"first".to_vec(),
+                dropped: 9,
+                tail: b"last".to_vec(),
+            },
+            stderr: Captured::default(),
+            elapsed: Duration::from_secs(7),
+        };
+        let run = tool_run(&output);
+        assert_eq!(run.ending, RunEnding::Exited { code: 3 });
+        assert_eq!(run.stdout, KeptText::of_ends(b"first", 9, b"last"));
+        assert_eq!((run.stderr, run.fuel), (KeptText::default(), None));
+        let late = ActorOutput {
+            ending: Ending::TimedOut {
+                limit: Duration::ZERO,
+            },
+            ..output
+        };
+        assert_eq!(tool_run(&late).ending, RunEnding::TimedOut);
+    }
+
+    #[test]
     fn an_actor_that_has_ended_is_gone() {
         let ended = Ending::OutOfMemory {
             limit: 64 << 20,
