@@ -3,8 +3,6 @@
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-#[cfg(feature = "k8s")]
-use tokio::runtime::EnterGuard;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -104,14 +102,8 @@ impl Background {
     }
 
     /// Does work until the handle is aborted, or this is dropped.
-    pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
         self.runtime().spawn(work)
-    }
-
-    /// Has this thread count as one of these until the result is dropped.
-    #[cfg(feature = "k8s")]
-    pub(crate) fn enter(&self) -> EnterGuard<'_> {
-        self.runtime().enter()
     }
 
     fn runtime(&self) -> &Runtime {

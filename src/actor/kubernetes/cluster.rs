@@ -1,5 +1,6 @@
 //! The API server: a client on threads of its own, whose answers are waited for with a bound.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -10,13 +11,13 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
 use serde_json::Value;
-use tokio::time::error::Elapsed;
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::options::{ApiServer, KubernetesOptions};
 use super::retry::{Backoff, causes, failed, is_missing, is_passing, patiently};
 use crate::actor::ActorError;
-use crate::actor::background::Background;
 
 /// Who applies, for the server's book of fields.
 const MANAGER: &str = "wardian";
@@ -24,8 +25,8 @@ const MANAGER: &str = "wardian";
 const PAGE: u32 = 200;
 /// How long a watch may last before it is begun anew: one that was cut in silence says nothing for ever.
 const WATCH: u32 = 30;
-/// How long reading a configuration may take.
-const READING: Duration = Duration::from_secs(5);
+/// What is left of a bound for the answer to get from the threads.
+const SLACK: Duration = Duration::from_secs(5);
 
 /// What an object that is waited for says.
 #[derive(Debug)]
@@ -42,7 +43,9 @@ pub(super) enum Look<T> {
 #[derive(Debug)]
 pub(super) struct Cluster {
     link: Link,
-    background: Background,
+    /// Taken when it ends.
+    runtime: Option<Runtime>,
+    closing: watch::Sender<bool>,
 }
 
 /// What asynchronous work needs of a cluster.
@@ -72,9 +75,19 @@ impl Cluster {
     pub(super) fn connect(options: &KubernetesOptions) -> Result<Self, ActorError> {
         let backend = options.controller.name();
         let unusable = |reason: String| ActorError::Unusable { backend, reason };
-        let background = Background::start()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("actor-kubernetes")
+            .enable_all()
+            .build()
+            .map_err(|source| ActorError::Files {
+                activity: "starting the threads of a client",
+                source,
+            })?;
         let server = options.api_server.clone();
-        let config = background.run("reading the kubeconfig", READING, configure(server))?;
+        let config = wait(&runtime, "reading the kubeconfig", SLACK, async move {
+            configure(server).await
+        })?;
         let mut config = config.map_err(|reason| {
             unusable(format!(
                 "has no API server: {reason}; set `KUBECONFIG`, or run in a pod with a service account"
@@ -87,7 +100,7 @@ impl Cluster {
             .clone()
             .unwrap_or_else(|| config.default_namespace.clone());
         let client = {
-            let _inside = background.enter();
+            let _inside = runtime.enter();
             Client::try_from(config).map_err(|error| {
                 unusable(format!(
                     "cannot be a client of the API server: {}",
@@ -101,7 +114,8 @@ impl Cluster {
                 namespace,
                 limit: options.request_timeout,
             },
-            background,
+            runtime: Some(runtime),
+            closing: watch::Sender::new(false),
         })
     }
 
@@ -120,8 +134,7 @@ impl Cluster {
         limit: Duration,
         work: impl Future<Output = Result<T, ActorError>> + Send + 'static,
     ) -> Result<T, ActorError> {
-        let done = self.background.run(activity, limit, timeout(limit, work))?;
-        in_time(activity, limit, done)
+        wait(self.runtime(), activity, limit, work)?
     }
 
     /// As [`Self::wait`], and ends it once [`Self::close`] is called.
@@ -135,14 +148,22 @@ impl Cluster {
         limit: Duration,
         work: impl Future<Output = Result<T, ActorError>> + Send + 'static,
     ) -> Result<T, ActorError> {
-        let work = timeout(limit, work);
-        let done = self.background.run_while_open(activity, limit, work)?;
-        in_time(activity, limit, done)
+        let mut closing = self.closing.subscribe();
+        let what = activity.to_owned();
+        self.wait(activity, limit, async move {
+            tokio::select! {
+                done = work => done,
+                _ = closing.wait_for(|is_closing| *is_closing) => Err(ActorError::Backend {
+                    activity: what,
+                    message: "the run ends".to_owned(),
+                }),
+            }
+        })
     }
 
     /// Ends what waits for sandboxes and for programs in them, now and from now on.
     pub(super) fn close(&self) {
-        self.background.close();
+        self.closing.send_replace(true);
     }
 
     /// Does work on the client's threads until the handle is aborted.
@@ -150,22 +171,52 @@ impl Cluster {
         &self,
         work: impl Future<Output = ()> + Send + 'static,
     ) -> tokio::task::JoinHandle<()> {
-        self.background.spawn(work)
+        self.runtime().spawn(work)
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime
+            .as_ref()
+            .expect("it is taken when this is dropped")
     }
 }
 
-/// Returns what came of work, unless it took longer than `limit`.
-fn in_time<T>(
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // To wait for its threads is not allowed on those of another runtime.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Does work on the threads of `runtime`.
+fn wait<T: Send + 'static>(
+    runtime: &Runtime,
     activity: &str,
     limit: Duration,
-    done: Result<Result<T, ActorError>, Elapsed>,
+    work: impl Future<Output = T> + Send + 'static,
 ) -> Result<T, ActorError> {
-    done.unwrap_or_else(|_| {
-        Err(ActorError::Hung {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let task = runtime.spawn(async move {
+        let done = timeout(limit, work).await;
+        // Nobody listens where the caller has given up.
+        let _ = sender.send(done);
+    });
+    match receiver.recv_timeout(limit.saturating_add(SLACK)) {
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(_)) | Err(RecvTimeoutError::Timeout) => {
+            task.abort();
+            Err(ActorError::Hung {
+                activity: activity.to_owned(),
+                limit,
+            })
+        }
+        Err(RecvTimeoutError::Disconnected) => Err(ActorError::Backend {
             activity: activity.to_owned(),
-            limit,
-        })
-    })
+            message: "the client's thread has ended".to_owned(),
+        }),
+    }
 }
 
 async fn configure(server: ApiServer) -> Result<Config, String> {
@@ -346,7 +397,7 @@ impl Link {
                 }
                 Ok::<_, kube::Error>(None)
             };
-            let most = Duration::from_secs(u64::from(WATCH)) + READING;
+            let most = Duration::from_secs(u64::from(WATCH)) + SLACK;
             let error = match timeout(left.min(most), round).await {
                 Ok(Ok(Some(Ok(ready)))) => return Ok(ready),
                 Ok(Ok(Some(Err(reason)))) => return Err(fault(reason)),
