@@ -33,13 +33,6 @@ pub(super) struct GlobalArgs {
     pub(super) log_format: LogFormat,
 }
 
-impl GlobalArgs {
-    /// Sends log lines to standard error at the level asked for; `WARDIAN_LOG` overrides.
-    pub(super) fn init_tracing(&self) {
-        log::init(self.verbose, self.log_format);
-    }
-}
-
 /// How a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(super) enum Format {

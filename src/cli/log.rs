@@ -7,10 +7,10 @@ use clap::ValueEnum;
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::{EnvFilter, Layer};
 
 /// How log lines are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -22,8 +22,11 @@ pub(super) enum LogFormat {
     Json,
 }
 
-/// Sends log lines to standard error from now on; `WARDIAN_LOG` overrides the level.
-pub(super) fn init(verbose: u8, format: LogFormat) {
+/// Returns what sends log lines to standard error; `WARDIAN_LOG` overrides the level.
+pub(super) fn lines<S>(verbose: u8, format: LogFormat) -> Box<dyn Layer<S> + Send + Sync>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+{
     let default = match verbose {
         0 => "warn",
         1 => "info",
@@ -31,18 +34,18 @@ pub(super) fn init(verbose: u8, format: LogFormat) {
         _ => "trace",
     };
     let filter = EnvFilter::try_from_env("WARDIAN_LOG").unwrap_or_else(|_| EnvFilter::new(default));
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     match format {
-        LogFormat::Text => log
+        LogFormat::Text => lines
             .with_ansi(is_coloured(std::env::var_os("NO_COLOR").as_deref()))
-            .init(),
-        LogFormat::Json => log
+            .with_filter(filter)
+            .boxed(),
+        LogFormat::Json => lines
             .with_ansi(false)
             .fmt_fields(JsonFields)
             .event_format(JsonLines)
-            .init(),
+            .with_filter(filter)
+            .boxed(),
     }
 }
 

@@ -11,6 +11,7 @@ mod failure;
 mod log;
 mod printer;
 mod progress;
+mod telemetry;
 mod waiting;
 
 use std::process::ExitCode;
@@ -133,7 +134,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(code).unwrap_or(2));
         }
     };
-    cli.global.init_tracing();
+    let _telemetry = telemetry::init(&cli.global);
     let printer = Printer::new(cli.global.quiet);
     progress::show_downloads(&printer);
     let outcome = match cli.command {

@@ -190,6 +190,7 @@ impl ToolEnvironment {
         stdin: &str,
         call: Option<usize>,
     ) -> Result<ExecOutcome, EnvError> {
+        let _span = tracing::info_span!("tool", tool = RUN_PYTHON).entered();
         let request = ExecRequest {
             code: code.to_owned(),
             stdin: stdin.to_owned(),
@@ -221,6 +222,7 @@ impl ToolEnvironment {
 
     /// Grades a submission, which ends the episode.
     fn grade(&mut self, submission: &str) -> StepResult {
+        let _span = tracing::info_span!("grade").entered();
         let started = Instant::now();
         let verdict = self.grader.grade(&self.task.grade_request(submission));
         self.stats.grade_seconds += started.elapsed().as_secs_f64();

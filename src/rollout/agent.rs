@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use indexmap::IndexMap;
 use tracing::Span;
+use tracing::field::Empty;
 
 use super::RolloutError;
 use crate::causes::with_causes;
@@ -45,18 +46,30 @@ pub(super) type Decode<'a> = dyn Fn(&[u32]) -> Result<String, EngineError> + 'a;
 pub struct Episode {
     environment: Box<dyn Environment>,
     trajectory: Trajectory,
-    /// What is logged on its behalf says so, on whatever thread.
+    /// From its reset to its end, within what the thread is at: the run. What is logged on its behalf says so, on
+    /// whatever thread.
     span: Span,
 }
 
-/// Returns what names an episode in the log, within what the thread is at: the run. It is there at every level.
+/// Returns the span of an episode. It is there at every level.
 fn span_of(trajectory: &Trajectory) -> Span {
+    let Trajectory {
+        task_id,
+        group,
+        sample,
+        policy_step,
+        ..
+    } = trajectory;
     tracing::error_span!(
         "rollout",
-        step = trajectory.policy_step,
-        task = %trajectory.task_id,
-        group = trajectory.group,
-        sample = trajectory.sample,
+        rollout = format_args!("{policy_step}-{group}-{sample}"),
+        // OpenTelemetry's integers have a sign.
+        step = i64::try_from(*policy_step).unwrap_or(i64::MAX),
+        task = %task_id,
+        group = i64::from(*group),
+        sample = i64::from(*sample),
+        reward = Empty,
+        status = Empty,
     )
 }
 
@@ -95,8 +108,8 @@ impl Episode {
             usage: Usage::default(),
         };
         let mut episode = Self {
-            environment,
             span: span_of(&trajectory),
+            environment,
             trajectory,
         };
         episode.guard(|episode| {
@@ -135,6 +148,13 @@ impl Episode {
         &mut self.trajectory.trace
     }
 
+    /// Returns the span of the turn that is sampled next.
+    pub(super) fn turn_span(&self) -> Span {
+        // OpenTelemetry's integers have a sign.
+        let turn = i64::try_from(self.trajectory.turns.len()).unwrap_or(i64::MAX);
+        tracing::info_span!(parent: &self.span, "turn", turn, tokens = Empty)
+    }
+
     pub(super) fn trajectory(&self) -> &Trajectory {
         &self.trajectory
     }
@@ -159,8 +179,8 @@ impl Episode {
         format: ToolCallFormat,
     ) -> Self {
         let mut episode = Self {
-            environment,
             span: span_of(&trajectory),
+            environment,
             trajectory,
         };
         episode.guard(|episode| {
@@ -392,6 +412,10 @@ impl Episode {
     /// Returns what happened.
     #[must_use]
     pub fn into_trajectory(self) -> Trajectory {
+        if let Some(reward) = self.trajectory.reward {
+            self.span.record("reward", reward);
+        }
+        self.span.record("status", self.trajectory.status.name());
         self.trajectory
     }
 

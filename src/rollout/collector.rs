@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use tracing::Span;
 
 use super::agent::{Episode, SampledTurn};
 use super::paused::{OpenTurn, Origin, PausedEpisode, PausedGroup};
@@ -171,6 +172,8 @@ struct Running {
     /// When it has taken too long.
     deadline: Option<Instant>,
     since: Instant,
+    /// Of the turn, while it is sampled.
+    span: Span,
 }
 
 impl Running {
@@ -397,6 +400,7 @@ impl<'a> Collector<'a> {
                 match next {
                     Next::Turn => {
                         running.since = Instant::now();
+                        running.span = running.episode.turn_span();
                         all.running.insert(id, running);
                     }
                     Next::Pause => self.pause(id, running, all)?,
@@ -446,6 +450,8 @@ impl<'a> Collector<'a> {
             return Ok(());
         };
         running.left = running.left.saturating_sub(sampled);
+        let tokens = i64::try_from(sampled).unwrap_or(i64::MAX);
+        std::mem::replace(&mut running.span, Span::none()).record("tokens", tokens);
         let seconds = running.turn.seconds + running.since.elapsed().as_secs_f64();
         std::mem::take(&mut running.turn).continue_with(&mut finished);
         let in_turn = finished.tokens.len();
@@ -520,6 +526,7 @@ impl<'a> Collector<'a> {
             id,
             Running {
                 group,
+                span: episode.turn_span(),
                 episode,
                 turn,
                 max_new_tokens,
@@ -671,6 +678,7 @@ impl<'a> Collector<'a> {
                 id,
                 Running {
                     group,
+                    span: episode.turn_span(),
                     episode,
                     turn: OpenTurn::default(),
                     max_new_tokens,

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError, mpsc};
 
+use tracing::Span;
+
 /// Plays each request with `play`, `threads` at a time and in their order, until `is_over`, which ends none
 /// that is under way. What comes of them is given to `take` on this thread, in the order of their ends.
 pub fn side_by_side<Q: Send, R: Send>(
@@ -22,13 +24,13 @@ pub fn side_by_side<Q: Send, R: Send>(
     };
     let (sender, receiver) = mpsc::channel();
     // What is logged says of which run it is.
-    let span = tracing::Span::current();
+    let span = Span::current();
     std::thread::scope(|scope| {
         for _ in 0..threads {
             let (sender, next, is_over, play) = (sender.clone(), &next, &is_over, &play);
-            let span = span.clone();
+            let span = &span;
             scope.spawn(move || {
-                let _entered = span.entered();
+                let _within = span.enter();
                 while !is_over() {
                     let Some(request) = next() else { break };
                     if sender.send(play(request)).is_err() {

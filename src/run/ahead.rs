@@ -9,6 +9,7 @@ use std::path::Path;
 use fs_err as fs;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
+use tracing::Span;
 
 use super::RunError;
 use super::draw::{DrawState, Place, Share, StepEpisodes, TaskDraws};
@@ -101,9 +102,11 @@ impl Sampler {
         gradient: impl FnOnce() -> G,
     ) -> (G, Sampled) {
         let (is_alone, share) = (ranks.world_size() == 1, draws.share(ranks));
+        let span = Span::current();
         std::thread::scope(|scope| {
             let sampling = scope.spawn(|| {
                 self.0.install(|| {
+                    let _within = span.enter();
                     if is_alone {
                         Sampled::Step(Box::new(draws.step(engine, place, &Solo)))
                     } else {

@@ -35,9 +35,7 @@ mod train;
 mod watch;
 mod workbench;
 
-pub use self::backend::{
-    ClusterReview, OpenedBackend, open_backend, open_openenv, review_cluster,
-};
+pub use self::backend::{ClusterReview, OpenedBackend, open_backend, open_openenv, review_cluster};
 pub use self::demos::read_demonstrations;
 pub use self::error::RunError;
 pub use self::evaluate::{by_environment, evaluate};

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
+use tracing::Span;
 
 use super::ahead::{Ahead, Sampler, load_episodes, save_episodes};
 use super::algorithm::{critic, grpo_config, optimizer_config, schedule};
@@ -241,8 +242,10 @@ pub fn train(
     options: &TrainOptions<'_>,
     observer: &mut Observer<'_>,
 ) -> Result<Summary, RunError> {
-    let name = options.out.file_name().unwrap_or_default();
-    let _span = tracing::error_span!("run", run = %name.to_string_lossy()).entered();
+    let run = options.out.file_name().unwrap_or_default();
+    let run = run.to_string_lossy();
+    let rank = i64::try_from(options.ranks.rank()).unwrap_or(i64::MAX);
+    let _span = tracing::error_span!("run", %run, rank, seed = config.seed).entered();
     let mut state = None;
     let result = train_together(config, policy, workbench, options, &mut state, observer);
     if let Some(state) = state {
@@ -285,6 +288,7 @@ fn train_together(
     let _load = (run.folder.as_ref()).and_then(|_| LoadLog::start(options.out, workbench.clone()));
     check_alike(ranks, &policy.decoder)?;
     let measure = |engine: &mut Engine, step: usize, observer: &mut Observer<'_>| {
+        let _span = part_of_run("evaluate", step, options.out).entered();
         let stop = options.stop;
         let report = evaluate(
             config, policy, workbench, engine, &held_out, stop, ranks, observer,
@@ -367,6 +371,7 @@ fn train_together(
             Err(error) => return Err(give_up(&mut run, error.into())?),
         }
         let step = run.step + 1;
+        let _span = part_of_run("step", step, options.out).entered();
         let step_started = Instant::now();
         // What is sampled already stays in the run until it is learned from: it cannot be sampled again.
         let mut episodes = match &run.ahead {
@@ -503,6 +508,19 @@ fn train_together(
     Ok(summary)
 }
 
+/// Returns the span of a step or a measurement, a trace of its own that is linked to the run: one trace of a whole run
+/// would be more than its readers can show, and would be seen only when it has ended.
+fn part_of_run(kind: &'static str, step: usize, out: &Path) -> Span {
+    let run = out.file_name().unwrap_or_default().to_string_lossy();
+    let step = i64::try_from(step).unwrap_or(i64::MAX);
+    let span = match kind {
+        "step" => tracing::info_span!(parent: None, "step", %run, step),
+        _ => tracing::info_span!(parent: None, "evaluate", %run, step),
+    };
+    span.follows_from(Span::current());
+    span
+}
+
 /// Opens the run folder and returns the run before its first or its next step.
 fn begin<'a>(
     config: &'a RunConfig,
@@ -636,6 +654,7 @@ fn update(
     sampler: Option<&Sampler>,
     groups: &[RolloutGroup],
 ) -> Result<Update, RunError> {
+    let _span = tracing::info_span!("update").entered();
     let (trainer, watch, ranks) = (&mut run.trainer, &mut run.progress.watch, run.ranks);
     let (decoder, config) = (&*run.policy.decoder, &run.config.watch);
     let (step, path) = (run.step + 1, run.out);

@@ -133,6 +133,19 @@ pub enum Status {
     },
 }
 
+impl Status {
+    /// Returns the name that it has in a file of rollouts.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Truncated => "truncated",
+            Self::TurnLimit => "turn_limit",
+            Self::Failed { .. } => "failed",
+        }
+    }
+}
+
 /// What an episode cost; times are wall-clock and only for metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Usage {

@@ -31,6 +31,8 @@ mod run;
 mod run_file_page;
 mod sandbox;
 mod serve;
+#[cfg(feature = "otel")]
+mod spans;
 #[cfg(feature = "k8s")]
 mod substrate;
 mod swebench;

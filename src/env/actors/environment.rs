@@ -179,6 +179,7 @@ impl ActorEnvironment {
         }
         let limit = self.settings.command_timeout;
         let timeout = left.map_or(limit, |left| left.min(limit));
+        let _span = tracing::info_span!("tool", tool = %call.name).entered();
         let (setup, max_chars) = (self.setup(), self.settings.max_output_chars);
         let result = self.live(&|| false).map(|_| ());
         result.map_err(|error| self.fault(error))?;
@@ -297,6 +298,7 @@ impl ActorEnvironment {
         observation: Vec<Message>,
         is_cut_off: bool,
     ) -> Result<StepResult, EnvError> {
+        let _span = tracing::info_span!("grade").entered();
         let start = Arc::clone(&self.start);
         let began = Instant::now();
         let before = self.stats.start_seconds;

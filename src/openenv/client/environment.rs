@@ -164,6 +164,7 @@ impl RemoteEnvironment {
                 )));
             }
         };
+        let _span = tracing::info_span!("tool", tool = %call.name).entered();
         let reply = match self.act_or_refusal(&action)? {
             Ok(reply) => reply,
             Err(refusal) => {

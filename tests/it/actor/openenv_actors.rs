@@ -278,7 +278,8 @@ fn a_run_file_names_the_servers_and_answers_for_them() {
     let actor = backend.create(&spec()).unwrap();
     assert_eq!(text(&*actor, "echo run"), "run");
     drop(actor);
-    let OpenedBackend { backend, .. } = open_backend(&config("isolation = 'gvisor'"), &needs, 1).unwrap();
+    let OpenedBackend { backend, .. } =
+        open_backend(&config("isolation = 'gvisor'"), &needs, 1).unwrap();
     assert_eq!(backend.capabilities().isolation, Isolation::UserKernel);
     drop(backend);
     scene.close();

@@ -210,7 +210,9 @@ fn what_cannot_be_had_is_told_with_what_helps() {
     };
     let backend = judges();
     let (_kept, built) = folder(&TASK);
-    let error = place_with(&backend, None, None, None).check(&built).unwrap_err();
+    let error = place_with(&backend, None, None, None)
+        .check(&built)
+        .unwrap_err();
     assert!(
         error.to_string().contains("give `actor.image_build`"),
         "{error}"
