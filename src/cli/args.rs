@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
 use super::failure::Failure;
-use super::log::{self, LogFormat};
+use super::log::LogFormat;
 use crate::address::shown;
 use crate::http::tls::TlsFiles;
 use crate::sandbox::{Limits, RuntimeName, SandboxError};

@@ -74,7 +74,7 @@ impl<'a> Progress<'a> {
     }
 
     fn time_left(&mut self, done: usize) -> String {
-        let &mut (started, first) = self.since.get_or_insert((Instant::now(), done));
+        let &mut (started, first) = self.since.get_or_insert_with(|| (Instant::now(), done));
         // The first moments say nothing about the rest.
         let is_early = started.elapsed() < Duration::from_secs(1);
         if done <= first || done >= self.total || is_early {

@@ -51,6 +51,11 @@ pub struct Episode {
     span: Span,
 }
 
+/// Returns a number as OpenTelemetry has numbers: with a sign.
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
 /// Returns the span of an episode. It is there at every level.
 fn span_of(trajectory: &Trajectory) -> Span {
     let Trajectory {
@@ -63,11 +68,10 @@ fn span_of(trajectory: &Trajectory) -> Span {
     tracing::error_span!(
         "rollout",
         rollout = format_args!("{policy_step}-{group}-{sample}"),
-        // OpenTelemetry's integers have a sign.
-        step = i64::try_from(*policy_step).unwrap_or(i64::MAX),
+        step = signed(*policy_step),
         task = %task_id,
-        group = i64::from(*group),
-        sample = i64::from(*sample),
+        group = signed(*group),
+        sample,
         reward = Empty,
         status = Empty,
     )
