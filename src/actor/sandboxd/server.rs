@@ -37,6 +37,8 @@ const READ_AT_A_TIME: usize = 2;
 const BURY_EVERY: Duration = Duration::from_secs(1);
 /// The longest name of a claim.
 const MAX_CLAIM: usize = 128;
+/// Time between looks at whether the machine has been taken back.
+const RELEASE_POLL: Duration = Duration::from_millis(10);
 
 /// The most that a server takes and gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +89,8 @@ struct Turns {
     work: Work,
     /// Processes are left that cannot be ended.
     is_broken: bool,
+    /// The machine is being taken back: what is started now would be killed with the rest.
+    is_released: bool,
 }
 
 /// What became of the last turn.
@@ -379,6 +383,10 @@ impl Shared {
             let message = format!("a claim is up to {MAX_CLAIM} printable characters");
             return Err(refusal(Reason::Invalid, &message));
         }
+        // Soon over, and after it the machine is anybody's.
+        while self.lock().is_released {
+            tokio::time::sleep(RELEASE_POLL).await;
+        }
         (self.claim(&asked.claim))
             .map_err(|_| refusal(Reason::Busy, "another claim has a turn"))?;
         json(
@@ -493,14 +501,24 @@ impl Shared {
     /// Ends what runs, and gives the claim back.
     async fn release(self: &Arc<Self>, headers: &HeaderMap) -> Result<Answer, Answer> {
         let place = Place::of(headers)?;
-        if self.lock().claim.as_ref() != Some(&place.claim) {
-            return Err(lost());
+        {
+            let mut turns = self.lock();
+            if turns.claim.as_ref() != Some(&place.claim) {
+                return Err(lost());
+            }
+            turns.claim = None;
+            turns.is_released = true;
         }
         let shared = Arc::clone(self);
-        let is_well = spawn_blocking(move || shared.processes.kill_all()).await;
-        let mut turns = self.lock();
-        turns.is_broken |= !is_well.unwrap_or(false);
-        turns.claim = None;
+        // Whether or not somebody waits for the answer.
+        let released = tokio::spawn(async move {
+            let theirs = Arc::clone(&shared);
+            let is_well = spawn_blocking(move || theirs.processes.kill_all()).await;
+            let mut turns = shared.lock();
+            turns.is_broken |= !is_well.unwrap_or(false);
+            turns.is_released = false;
+        });
+        let _ = released.await;
         Ok(Answer {
             status: StatusCode::NO_CONTENT,
             body: Bytes::new(),
@@ -562,7 +580,7 @@ impl Shared {
     pub(super) fn claim(&self, claim: &str) -> Result<(), Denied> {
         let mut turns = self.lock();
         if turns.claim.as_deref() != Some(claim) {
-            if matches!(turns.work, Work::Running) {
+            if turns.is_released || matches!(turns.work, Work::Running) {
                 return Err(Denied::Busy);
             }
             turns.claim = Some(claim.to_owned());

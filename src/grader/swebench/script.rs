@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn the_plan_of_a_task_restores_its_tests_and_runs_them() {
-        let patch = "--- a/t/old test.py\n+++ b/t/old test.py\n@@ -1 +1 @@\n-a\n+b\n\
+        let patch = "--- a/t/old test.py\t\n+++ b/t/old test.py\t\n@@ -1 +1 @@\n-a\n+b\n\
                      --- /dev/null\n+++ b/t/new.py\n@@ -0,0 +1 @@\n+b\n";
         let setup = EvalSetup {
             workdir: "/testbed".to_owned(),

@@ -127,11 +127,15 @@ impl Side {
 /// What the lines before the hunks say about a file's paths.
 #[derive(Default)]
 pub(super) struct Paths {
+    /// What the first line says.
+    pub(super) first: Option<String>,
     /// Of the first line, where both are the same.
     pub(super) both: Option<String>,
     pub(super) old: Option<Side>,
     pub(super) new: Option<Side>,
     renamed: (Option<String>, Option<String>),
+    /// Whether one of these has blanks that are not quoted.
+    has_open_blanks: bool,
     is_new: bool,
     is_deleted: bool,
 }
@@ -142,8 +146,8 @@ impl Paths {
         match header {
             Header::Old(text) => self.old = Some(marked_path(text, "a/")?),
             Header::New(text) => self.new = Some(marked_path(text, "b/")?),
-            Header::RenameFrom(text) => self.renamed.0 = Some(bare_path(text)?),
-            Header::RenameTo(text) => self.renamed.1 = Some(bare_path(text)?),
+            Header::RenameFrom(text) => self.renamed.0 = Some(self.renamed_path(text)?),
+            Header::RenameTo(text) => self.renamed.1 = Some(self.renamed_path(text)?),
             Header::NewFile(_) => self.is_new = true,
             Header::DeletedFile(_) => self.is_deleted = true,
             Header::Mode(_) | Header::Binary | Header::Other(_) => {}
@@ -151,8 +155,20 @@ impl Paths {
         Some(())
     }
 
+    fn renamed_path(&mut self, text: &str) -> Option<String> {
+        self.has_open_blanks |= bare_path(text).is_none();
+        unquote(text)
+    }
+
     /// Returns the paths before and after; nothing where the lines disagree or name none.
     pub(super) fn settle(self) -> Option<(Option<String>, Option<String>)> {
+        if self.has_open_blanks {
+            // `patch` reads no more than the first word of each, unless it cannot read the first line either.
+            let (from, to) = (self.renamed.0.as_ref()?, self.renamed.1.as_ref()?);
+            if self.first != Some(format!("a/{from} b/{to}")) {
+                return None;
+            }
+        }
         let (was, is) = (self.old.map(Side::path), self.new.map(Side::path));
         let (old, new) = match (was, is, self.renamed) {
             (None, None, (Some(from), Some(to))) => (Some(from), Some(to)),

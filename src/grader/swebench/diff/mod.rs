@@ -119,6 +119,7 @@ fn read_file(source: &mut Source<'_>) -> Result<FilePatch, DiffError> {
         && let Some(both) = line.strip_prefix("diff --git ")
     {
         paths.both = lines::same_path(both);
+        paths.first = Some(both.to_owned());
         file.text.push_str(line);
         file.text.push('\n');
         source.advance();

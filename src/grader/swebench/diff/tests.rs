@@ -57,7 +57,7 @@ fn a_patch_without_heads_of_git_is_read_too() {
 #[case::hunk_of_git(
     "diff --git a/conftest.py x b/conftest.py x\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py x\n@@ -0,0 +1 @@\n+b\n"
 )]
-#[case::rename("diff --git a/x.py b/conftest.py x\nrename from x.py\nrename to conftest.py x\n")]
+#[case::rename("diff --git a/x.py b/y.py\nrename from x.py\nrename to conftest.py x\n")]
 fn a_path_with_blanks_ends_where_git_says(#[case] patch: &str) {
     let error = parse_diff(patch).unwrap_err();
     assert!(matches!(error, DiffError::Malformed { .. }), "{error}");
