@@ -176,7 +176,7 @@ fn two_runs_are_compared_by_settings_pass_rates_metrics_and_time() {
         "trainer.learning_rate",
         "75.0 % (68.8 to 81.2), step 3",
         "25.0 % (12.5 to 37.5), step 0",
-        "0.4000 (0.5000)",
+        "0.4000 (0.1000 to 0.5000)",
         "generate_time",
     ] {
         assert!(text.contains(part), "`{part}` is not in: {text}");

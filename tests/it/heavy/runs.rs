@@ -14,7 +14,8 @@ use super::{FIXED, HARBOR, folders_in, instances, processes_naming, write};
 
 /// A command whose actors are in a folder of the test's.
 pub(super) fn wardian(folder: &Path, arguments: &[&str]) -> Command {
-    let mut command = crate::binary::command();
+    // Of this build, which may have clusters.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_wardian"));
     command
         .args(arguments)
         .env_remove("WARDIAN_LOG")
