@@ -173,7 +173,11 @@ impl RunRecord {
         let mut runs = Vec::new();
         for entry in fs::read_dir(folder)? {
             let path = entry?.path();
-            if !path.join("run.toml").is_file() {
+            // A run file alone is one to start from.
+            let has = |name: &str| path.join(name).is_file();
+            let is_run =
+                has("run.toml") && (has(STATE) || has("metrics.jsonl") || has("summary.json"));
+            if !is_run {
                 continue;
             }
             match Self::read(&path) {

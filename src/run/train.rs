@@ -246,8 +246,17 @@ pub fn train(
     let run = run.to_string_lossy();
     let rank = i64::try_from(options.ranks.rank()).unwrap_or(i64::MAX);
     let _span = tracing::error_span!("run", %run, rank, seed = config.seed).entered();
+    tracing::info!(
+        model = config.model.path,
+        steps = config.trainer.steps,
+        "the run begins or goes on"
+    );
     let mut state = None;
     let result = train_together(config, policy, workbench, options, &mut state, observer);
+    match &result {
+        Ok(summary) => tracing::info!(steps = summary.steps, "the run is done"),
+        Err(error) => tracing::info!(%error, "the run ends here"),
+    }
     if let Some(state) = state {
         state.end(&result);
     }
@@ -293,6 +302,11 @@ fn train_together(
         let report = evaluate(
             config, policy, workbench, engine, &held_out, stop, ranks, observer,
         )?;
+        tracing::info!(
+            step,
+            pass_at_1 = report.pass_at_1,
+            "held-out tasks are measured"
+        );
         observer(RunEvent::Evaluated {
             step,
             report: &report,
@@ -440,6 +454,12 @@ fn train_together(
         let max_drift = config.trainer.max_kl_sample_train;
         found.extend(run.progress.watch.after_update(watch, max_drift, &metrics));
         let elapsed = step_started.elapsed();
+        tracing::info!(
+            reward = metrics.reward,
+            tokens_per_second = tokens_per_second(stats),
+            seconds = elapsed.as_secs_f64(),
+            "a step is done"
+        );
         let row = MetricsRow {
             step,
             metrics,

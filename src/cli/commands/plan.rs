@@ -111,7 +111,12 @@ fn model_config(source: &str) -> Result<ModelConfig, Failure> {
         }
         Ok(repository) if !path.exists() => Hub::from_env()
             .file(&repository, HubRepoKind::Model, "config.json")
-            .map_err(Failure::usage)?,
+            .map_err(|error| {
+                let here = format!(
+                    "`{source}` is no folder and no file here, and not to be had from the hub"
+                );
+                Failure::usage(anyhow::Error::new(error).context(here))
+            })?,
         _ => {
             return Err(Failure::usage(anyhow::anyhow!(
                 "`{source}` is no folder, no `config.json` and no repository of the hub; a plan reads nothing else"

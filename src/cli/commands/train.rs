@@ -329,7 +329,7 @@ fn describe(summary: &Summary, took: &str, out: &str) -> String {
          Run folder  {out}\n\
          Report      {out}/report.html\n\
          Try next    wardian serve --dashboard {out}\n            \
-         wardian train --model PATH_OR_HUB_ID --tasks PATH_OR_HUB_ID",
+         wardian eval --config {out}/run.toml --model {out}/final",
         counted(summary.steps, "step"),
         summary.tokens,
         line(before),

@@ -111,16 +111,25 @@ fn agent_program(command: &[String]) -> Vec<Finding> {
             "correct `rollout.agent.command`, or install the program",
         ),
     }];
-    let is_file = |argument: &&String| argument.contains('/') && !argument.contains("://");
+    // A path, or a script beside the run.
+    let is_file = |argument: &&String| {
+        let is_script = [".py", ".sh", ".js", ".rb"]
+            .iter()
+            .any(|end| argument.ends_with(end));
+        !argument.starts_with('-')
+            && !argument.contains("://")
+            && (is_script || argument.contains('/'))
+    };
     let files = arguments.iter().filter(is_file);
     let absent = files.filter(|file| !Path::new(file).exists());
     findings.extend(absent.map(|file| {
-        let about = format!("there is no `{file}`, which `rollout.agent.command` seems to name");
+        let is_script = Path::new(file).extension().is_some();
+        let about = format!("there is no `{file}` here, which `rollout.agent.command` names");
         Finding::missing(
             "actors",
-            false,
+            is_script,
             about,
-            "correct the path; it is taken from where the run is started",
+            "start from the folder that holds it, or give its whole path",
         )
     }));
     findings
