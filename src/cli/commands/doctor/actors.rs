@@ -234,8 +234,13 @@ mod tests {
         assert_eq!(look(&["no-such-agent"]), [State::Wrong]);
         assert_eq!(look(&["sh", "-c", "x"]), [State::Fine]);
         assert_eq!(
-            look(&["sh", "no/such.sh", "http://a/b"]),
+            look(&["sh", "no/such", "http://a/b"]),
             [State::Fine, State::Note]
+        );
+        // Scripts beside the run are started by nearly every agent.
+        assert_eq!(
+            look(&["sh", "no-such.py", "--of.py", "no/such.sh"]),
+            [State::Fine, State::Wrong, State::Wrong]
         );
     }
 
