@@ -39,12 +39,16 @@ while [ "$quiet" -lt 2 ] && [ "$passes" -lt 100 ]; do
     case "$keep" in
       *" $pid "*) ;;
       *)
-        # Where it cannot be read it has just ended.
+        # Where it cannot be read it has just ended. One whose first thread has ended is a zombie to look at, while
+        # others of its threads run.
         state=gone
+        threads=1
         while read -r key value _; do
           [ "$key" = State: ] && state=$value
+          [ "$key" = Threads: ] && threads=$value
         done 2>/dev/null < "$folder/status"
-        [ "$state" = Z ] || { found=1; kill -KILL "$pid" 2>/dev/null; }
+        kill -KILL "$pid" 2>/dev/null
+        [ "$state" = Z ] && [ "$threads" -le 1 ] || found=1
         ;;
     esac
   done
@@ -359,6 +363,34 @@ mod tests {
             return;
         }
         assert_eq!(String::from_utf8_lossy(&output.stdout), "ended 137\n");
+    }
+
+    /// Its first thread has ended, and another goes on.
+    #[test]
+    fn who_looks_like_a_zombie_is_ended_too() {
+        let kill = CLEAN.split_once("for place in").unwrap().0;
+        let program = "import ctypes, os, threading, time\n\
+                       def go_on():\n    while True:\n        open(os.environ['MARK'], 'w').close()\n        time.sleep(0.01)\n\
+                       threading.Thread(target=go_on).start()\nctypes.CDLL(None).syscall(60, 0)\n";
+        let folder = tempfile::tempdir().unwrap();
+        let mark = folder.path().join("mark");
+        let script = format!(
+            "python3 -c \"$PROGRAM\" & sleep 1; grep State: /proc/$!/status; {kill} \
+             rm -f \"$MARK\"; sleep 0.3; ls \"$MARK\" 2>/dev/null; echo over"
+        );
+        let output = std::process::Command::new("unshare")
+            .args(["--pid", "--fork", "--mount-proc", "--map-root-user"])
+            .args(["/bin/sh", "-c", &script])
+            .env("PROGRAM", program)
+            .env("MARK", &mark)
+            .output()
+            .expect("util-linux is installed");
+        if !output.status.success() {
+            eprintln!("skipped: no namespaces: {output:?}");
+            return;
+        }
+        let told = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(told, "State:\tZ (zombie)\nover\n");
     }
 
     /// Each of its processes ends as soon as it has started the next.
